@@ -1,0 +1,139 @@
+"""Argument checks shared by every public function: each error names argument, value and fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+
+
+def finite_number(name: str, value: object, *, minimum: float | None = None) -> float:
+    """A host number, never bool, NaN or infinity. ``minimum`` is inclusive."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={value!r}: must be finite")
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name}={value!r}: must be at least {minimum:g}")
+    return number
+
+
+def integer(name: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
+    """A host integer in ``[minimum, maximum]``, never bool."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r}: expected an integer, got {type(value).__name__}")
+    number = int(value)
+    if number < minimum or (maximum is not None and number > maximum):
+        top = "" if maximum is None else f" and at most {maximum}"
+        raise ValueError(f"{name}={value!r}: must be at least {minimum}{top}")
+    return number
+
+
+def integer_pair(name: str, value: object, *, minimum: int = 1) -> tuple[int, int]:
+    """A pair of host integers such as a block or tile ``(queries, keys)``."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise TypeError(f"{name}={value!r}: expected a pair of integers (queries, keys)")
+    first, second = (integer(f"{name}[{n}]", item, minimum=minimum) for n, item in enumerate(value))
+    return first, second
+
+
+def one_of(name: str, value: object, allowed: Sequence[str]) -> str:
+    """One of a few strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def attention_tensor(name: str, value: object) -> Tensor:
+    """One float tensor ``[B, T, H, D]`` with B, H >= 1 and 1 <= D <= 256; T may be 0."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor [B, T, H, D], got {type(value).__name__}")
+    shape = tuple(value.shape)
+    if value.dim() != 4:
+        raise ValueError(f"{name}: shape {shape} has rank {value.dim()}, expected [B, T, H, D]")
+    if value.dtype not in FLOAT_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+        raise TypeError(f"{name}: dtype {value.dtype} is not served; use one of {names}")
+    if shape[0] < 1 or shape[2] < 1:
+        raise ValueError(f"{name}: shape {shape} [B, T, H, D] needs at least one batch and head")
+    if not 1 <= shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: head dim {shape[3]} must be in 1..{MAX_HEAD_DIM} (last axis)")
+    return value
+
+
+def same_kind(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    """Both tensors share dtype, device, batch and head dim."""
+    if value.dtype != like.dtype:
+        raise TypeError(f"{name}: dtype {value.dtype} differs from {like_name}'s {like.dtype}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: on {value.device}, but {like_name} is on {like.device}")
+    if value.shape[0] != like.shape[0] or value.shape[3] != like.shape[3]:
+        raise ValueError(
+            f"{name}: shape {tuple(value.shape)} must match {like_name}'s {tuple(like.shape)} "
+            "in batch (axis 0) and head dim (axis 3)"
+        )
+
+
+def query_key(q: object, k: object) -> tuple[Tensor, Tensor]:
+    """Checked q ``[B, Tq, Hq, D]`` and k ``[B, Tk, Hk, D]`` with Hq a multiple of Hk."""
+    query, key = attention_tensor("q", q), attention_tensor("k", k)
+    same_kind("k", key, "q", query)
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"k: {key.shape[2]} heads do not divide q's {query.shape[2]}; "
+            "grouped-query attention needs Hq a multiple of Hk"
+        )
+    return query, key
+
+
+def query_key_value(q: object, k: object, v: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Checked q, k, v; v has exactly k's shape. Forward only: refuses inputs that want gradients."""
+    query, key = query_key(q, k)
+    value = attention_tensor("v", v)
+    same_kind("v", value, "k", key)
+    if value.shape != key.shape:
+        raise ValueError(f"v: shape {tuple(value.shape)} must equal k's {tuple(key.shape)}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        raise ValueError(
+            "q, k or v requires grad, but these operations are forward only; "
+            "wrap the call in torch.no_grad() or detach the inputs"
+        )
+    return query, key, value
+
+
+def self_attention(name: str, q: Tensor, k: Tensor) -> None:
+    """Query and key sequences are one and the same non-empty sequence."""
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"{name} is self-attention: q has {q.shape[1]} tokens but k has {k.shape[1]}; "
+            "use attend() without a route for cross-attention"
+        )
+    if q.shape[1] == 0:
+        raise ValueError(f"{name}: empty sequence, q has shape {tuple(q.shape)} with 0 tokens")
+
+
+def scale_argument(name: str, value: object, like: Tensor, *, default: float) -> float | Tensor:
+    """A positive finite float, or one contiguous float32 element on ``like``'s device (unread)."""
+    if value is None:
+        return default
+    if not isinstance(value, Tensor):
+        number = finite_number(name, value)
+        if number <= 0:
+            raise ValueError(f"{name}={value!r}: must be greater than 0")
+        return number
+    if value.numel() != 1:
+        raise ValueError(f"{name}: shape {tuple(value.shape)} has {value.numel()} elements, need 1")
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name}: dtype {value.dtype}, a scale tensor must be float32")
+    if value.device != like.device:
+        raise ValueError(f"{name}: on {value.device}, but q is on {like.device}; move it there")
+    return value.reshape(())

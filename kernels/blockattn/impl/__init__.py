@@ -1,0 +1,1 @@
+"""Implementations of the one operation; :mod:`blockattn.impl.registry` chooses among them."""

@@ -1,0 +1,70 @@
+"""What each implementation serves, and why it does not serve the rest.
+
+An implementation is a module with two functions: ``obstacles(problem)``, every static reason why it
+cannot serve a call (empty: it can), and ``run(problem)``. Reasons are facts known before a launch;
+an exception from ``run`` always propagates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blockattn import checks
+from blockattn.errors import Reason, UnsupportedError
+from blockattn.impl import eager, reference
+from blockattn.problem import Problem, Result
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to execute the operation.
+
+    Attributes:
+        name: the word used in ``impl=`` and in traces.
+        summary: what it is, in one line.
+        obstacles: reasons why it cannot serve a call; with ``None``, why it cannot run here at all.
+        run: executes a call that has no obstacles.
+    """
+
+    name: str
+    summary: str
+    obstacles: Callable[[Problem | None], list[str]]
+    run: Callable[[Problem], Result]
+
+    def why_not(self) -> str | None:
+        """Why nothing can run on this machine with it, ``None`` when it works here."""
+        return "; ".join(self.obstacles(None)) or None
+
+
+_FASTEST_FIRST = (
+    Implementation("eager", eager.SUMMARY, eager.obstacles, eager.run),
+    Implementation("reference", reference.SUMMARY, reference.obstacles, reference.run),
+)
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """All of them, fastest first."""
+    return _FASTEST_FIRST
+
+
+def names() -> tuple[str, ...]:
+    return tuple(item.name for item in _FASTEST_FIRST)
+
+
+def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[Reason, ...]]:
+    """The implementation for a call and the reasons against each faster one.
+
+    Raises:
+        UnsupportedError: a named ``impl`` cannot serve the call; all its reasons are listed.
+    """
+    checks.one_of("impl", impl, ("auto", *names()))
+    against: list[Reason] = []
+    for item in _FASTEST_FIRST:
+        if impl not in ("auto", item.name):
+            continue
+        found = [Reason(item.name, text) for text in item.obstacles(problem)]
+        if not found:
+            return item, tuple(against)
+        against += found
+    raise UnsupportedError(f"impl={impl!r} cannot serve this {problem.algorithm} call", against)

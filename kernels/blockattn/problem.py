@@ -1,0 +1,217 @@
+"""One checked attention call, as handed to an implementation, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from blockattn import checks
+from blockattn.layout import BLOCK, block_lengths, block_mean, block_sum, num_blocks
+from blockattn.route import BlockRoute
+
+SKIP_REFERENCES = ("exact", "lagging")
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """What an approximate block contributes instead of its keys (sol_attn specification section 3).
+
+    Attributes:
+        k_mean: ``[B, N, Hk, D]`` mean of the valid keys of each block, in the inputs' dtype.
+        v_sum: ``[B, N, Hk, D]`` sum (not mean) of its values, in the inputs' dtype.
+        lengths: int32 ``[N]`` valid keys of each block: its weight in the softmax denominator.
+        block: tokens of a whole block.
+    """
+
+    k_mean: Tensor
+    v_sum: Tensor
+    lengths: Tensor
+    block: int = BLOCK
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, block: int = BLOCK) -> BlockSummary:
+        """Summaries of k, v ``[B, T, Hk, D]``: float32 sums, rounded once to the inputs' dtype."""
+        lengths = block_lengths(k.shape[1], block, k.device)
+        k_mean, v_sum = block_mean(k, block).to(k.dtype), block_sum(v, block).to(v.dtype)
+        return cls(k_mean, v_sum, lengths, block)
+
+    def to(self, dtype: torch.dtype) -> BlockSummary:
+        """The same rounded summaries in another dtype."""
+        return replace(self, k_mean=self.k_mean.to(dtype), v_sum=self.v_sum.to(dtype))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of one call after every check; see :func:`blockattn.attend` for their meaning."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | Tensor
+    route: BlockRoute | None = None
+    tail: BlockSummary | None = None
+    skip_threshold: float | None = None
+    skip_tile: tuple[int, int] = (128, 128)
+    skip_reference: str = "exact"
+    block_lengths: Tensor | None = None
+    scale_output: float | Tensor = 1.0
+    causal: bool = False
+    want_trace: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def seqlens(self) -> tuple[int, int]:
+        return self.q.shape[1], self.k.shape[1]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Block sizes of the route; 64 where there is none."""
+        return (BLOCK, BLOCK) if self.route is None else self.route.block
+
+    @property
+    def heads_shape(self) -> tuple[int, int]:
+        return self.q.shape[0], self.q.shape[2]
+
+    @cached_property
+    def algorithm(self) -> str:
+        """Which mechanism the arguments add up to."""
+        names = []
+        if self.route is not None:
+            names.append("block_mask" if self.tail is None else "sol_attn")
+        if self.skip_threshold is not None:
+            names.append("skip_softmax")
+        return "+".join(names) or "dense"
+
+    def reachable(self, block: tuple[int, int]) -> BlockRoute:
+        """Valid block pairs: all, or those on and below the diagonal when causal."""
+        make = BlockRoute.causal if self.causal else BlockRoute.full
+        return make(self.heads_shape, seqlens=self.seqlens, block=block, device=self.q.device)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Output ``[B, Tq, Hq, D]``; LSE float32 ``[B, Hq, Tq]`` and skipped tiles when traced."""
+
+    out: Tensor
+    lse: Tensor | None = None
+    skipped: BlockRoute | None = None
+
+
+def check_route(route: object, problem: Problem) -> BlockRoute:
+    """The route fits the call: type, sequence lengths, heads, device."""
+    if not isinstance(route, BlockRoute):
+        raise TypeError(f"route: expected a BlockRoute, got {type(route).__name__}")
+    if route.seqlens != problem.seqlens:
+        raise ValueError(
+            f"route: made for (Tq, Tk) = {route.seqlens}, but q and k have {problem.seqlens} tokens; "
+            "route these tensors anew"
+        )
+    if route.shape[:2] != problem.heads_shape:
+        raise ValueError(
+            f"route: made for (B, H) = {route.shape[:2]}, but q has {problem.heads_shape}"
+        )
+    if route.device != problem.q.device:
+        raise ValueError(
+            f"route: on {route.device}, but q is on {problem.q.device}; use route.to()"
+        )
+    return route
+
+
+def check_tail(tail: object, problem: Problem) -> BlockSummary:
+    """The summaries fit the keys and the route's key blocks."""
+    if not isinstance(tail, BlockSummary):
+        raise TypeError(f"tail: expected a BlockSummary, got {type(tail).__name__}")
+    if problem.route is None:
+        raise ValueError("tail: summaries need a route that says which blocks they stand for")
+    if problem.causal:
+        raise ValueError(
+            "tail: a block summary mixes past and future keys; causal=True has no tail"
+        )
+    if tail.block != problem.route.block[1]:
+        raise ValueError(
+            f"tail: blocks of {tail.block} keys, but the route's key block is {problem.route.block[1]}"
+        )
+    batch, keys, heads, dim = problem.k.shape
+    expected = (batch, num_blocks(keys, tail.block), heads, dim)
+    for name, value in (("k_mean", tail.k_mean), ("v_sum", tail.v_sum)):
+        if tuple(value.shape) != expected:
+            raise ValueError(f"tail.{name}: shape {tuple(value.shape)}, expected {expected}")
+        checks.same_kind(f"tail.{name}", value, "k", problem.k)
+    check_lengths("tail.lengths", tail.lengths, problem, tail.block)
+    return tail
+
+
+def check_lengths(name: str, value: object, problem: Problem, block: int) -> Tensor:
+    """Valid keys of each key block: int32 ``[Nk]`` on the device (values are not read)."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int32:
+        raise TypeError(f"{name}: expected an int32 tensor [Nk]")
+    count = num_blocks(problem.k.shape[1], block)
+    if tuple(value.shape) != (count,):
+        raise ValueError(
+            f"{name}: shape {tuple(value.shape)}, expected ({count},), one per key block"
+        )
+    if value.device != problem.q.device:
+        raise ValueError(
+            f"{name}: on {value.device}, but q is on {problem.q.device}; move it there"
+        )
+    return value
+
+
+def check_skip(threshold: object, tile: object, reference: object, problem: Problem) -> Problem:
+    """Threshold as a ratio >= 0, and a tile that whole blocks of the route make up."""
+    if threshold is None:
+        return problem
+    ratio = checks.finite_number("skip_threshold", threshold, minimum=0.0)
+    pair = checks.integer_pair("skip_tile", tile)
+    if problem.route is not None and any(t % b for t, b in zip(pair, problem.route.block)):
+        raise ValueError(
+            f"skip_tile={pair}: must be whole blocks of the route, which are {problem.route.block}"
+        )
+    kind = checks.one_of("skip_reference", reference, SKIP_REFERENCES)
+    return replace(problem, skip_threshold=ratio, skip_tile=pair, skip_reference=kind)
+
+
+def make_problem(
+    q: object,
+    k: object,
+    v: object,
+    *,
+    route: object = None,
+    tail: object = None,
+    skip_threshold: object = None,
+    skip_tile: object = (128, 128),
+    skip_reference: object = "exact",
+    block_lengths: object = None,
+    scale: object = None,
+    scale_output: object = None,
+    causal: object = False,
+    want_trace: bool = False,
+) -> Problem:
+    """Checks every argument before any work is done."""
+    query, key, value = checks.query_key_value(q, k, v)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r}: expected True or False")
+    problem = Problem(
+        query,
+        key,
+        value,
+        scale=checks.scale_argument("scale", scale, query, default=query.shape[3] ** -0.5),
+        scale_output=checks.scale_argument("scale_output", scale_output, query, default=1.0),
+        causal=causal,
+        want_trace=want_trace,
+    )
+    if route is not None:
+        problem = replace(problem, route=check_route(route, problem))
+    if tail is not None:
+        problem = replace(problem, tail=check_tail(tail, problem))
+    if block_lengths is not None:
+        lengths = check_lengths("block_lengths", block_lengths, problem, problem.block[1])
+        problem = replace(problem, block_lengths=lengths)
+    return check_skip(skip_threshold, skip_tile, skip_reference, problem)
