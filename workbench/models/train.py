@@ -1,0 +1,155 @@
+"""Train the tiny video diffusion transformer on procedurally generated video.
+
+    python -m workbench.models.train --out run --minutes 9
+
+Needs torch, numpy and safetensors alone. Writes into the output folder, every minute and at the
+end: `tiny_video_dit.safetensors` (moving average of the weights), `checkpoint.pt` (to resume),
+`training.json` (settings, loss curve), and at the end `contact_sheet.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .contact_sheet import contact_sheet, write_png
+from .dit import AttentionFn, VideoDiT, dense_attention
+from .moving_shapes import CLASS_NAMES
+from .sampler import sample
+from .trainer import TrainConfig, Trainer
+
+
+def train(
+    config: TrainConfig,
+    out: Path,
+    *,
+    device: torch.device | str | None = None,
+    resume: Path | None = None,
+    start_from: Path | None = None,
+    sheet: bool = True,
+) -> dict[str, object]:
+    """Run the training, print progress, write the files named at the top of this module.
+
+    Args:
+        config: settings.
+        out: output folder, made when missing.
+        device: CUDA when there is one, else the CPU, when None.
+        resume: a `checkpoint.pt` to continue from.
+        start_from: weights to start from instead of random ones (a new schedule, a new optimiser).
+        sheet: sample every class at the end and write the contact sheet.
+
+    Returns:
+        The record that the weights file carries.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(config, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if start_from is not None:
+        trainer.start_from(start_from)
+    if resume is not None:
+        trainer.resume(resume)
+    saved = time.monotonic()
+    for line in _run(trainer):
+        print(line, flush=True)
+        if time.monotonic() - saved > config.save_every:
+            trainer.save(out)
+            saved = time.monotonic()
+    trainer.save(out)
+    if sheet:
+        write_sheet(trainer.average, out / "contact_sheet.png", attention=trainer.attention)
+    return trainer.record()
+
+
+def write_sheet(
+    model: VideoDiT,
+    path: Path,
+    *,
+    seed: int = 0,
+    per_class: int = 2,
+    attention: AttentionFn = dense_attention,
+) -> None:
+    """Sample every class and write a contact sheet: the class's outline, then 8 frames a row."""
+    labels = [c for c in range(model.config.classes) for _ in range(per_class)]
+    video = sample(model.eval(), labels=labels, seed=seed, attention=attention)
+    write_png(path, contact_sheet(video, labels=labels, zoom=1))
+
+
+def _run(trainer: Trainer) -> Iterator[str]:
+    """Train to the end of the schedule; yields a progress line every `log_every` steps."""
+    losses: list[Tensor] = []
+    mark, videos = time.monotonic(), 0
+    start = mark - trainer.seconds
+    while trainer.progress() < 1.0:
+        video, label = trainer.batch()
+        losses.append(trainer.train_step(video, label))
+        videos += video.shape[0]
+        full = len(losses) == trainer.config.log_every
+        if full:
+            # The only host sync of the loop: it also makes the clock tell the truth.
+            trainer.curve.append((trainer.step, torch.stack(losses).mean().item()))
+        trainer.seconds = time.monotonic() - start
+        if full:
+            rate = videos / (time.monotonic() - mark)
+            yield _progress_line(trainer, rate)
+            losses, mark, videos = [], time.monotonic(), 0
+    if losses:
+        trainer.curve.append((trainer.step, torch.stack(losses).mean().item()))
+
+
+def _progress_line(trainer: Trainer, rate: float) -> str:
+    step, loss = trainer.curve[-1]
+    return (
+        f"step {step:6d}  loss {loss:.4f}  lr {trainer.learning_rate():.2e}  "
+        f"{rate:7.1f} videos/s  {trainer.seconds:6.1f} s  {100 * trainer.progress():5.1f} %"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the training."""
+    defaults = TrainConfig()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="output folder")
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--minutes", type=float, help="wall-clock limit of the training")
+    parser.add_argument("--batch", type=int, default=defaults.batch)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--warmup", type=int, default=defaults.warmup)
+    parser.add_argument("--time-shift", type=float, default=defaults.time_shift)
+    parser.add_argument("--time-spread", type=float, default=defaults.time_spread)
+    parser.add_argument("--depth", type=int, default=defaults.model.depth)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--log-every", type=int, default=defaults.log_every)
+    parser.add_argument("--compile", action="store_true", help="needs a C compiler")
+    parser.add_argument(
+        "--vsa",
+        type=float,
+        metavar="SPARSITY",
+        help="train with video sparse attention and its gate, on the default grid alone",
+    )
+    parser.add_argument("--device", help="cuda or cpu; cuda when there is one")
+    parser.add_argument("--resume", type=Path, help="checkpoint.pt of a run with equal settings")
+    parser.add_argument("--start-from", type=Path, help="weights to start from")
+    given = parser.parse_args(arguments)
+    names = {f.name for f in fields(TrainConfig)} & set(vars(given))
+    config = replace(
+        defaults,
+        model=replace(defaults.model, depth=given.depth, gate=given.vsa is not None),
+        sparsity=given.vsa,
+        grids=defaults.grids if given.vsa is None else defaults.grids[:1],
+        **{name: getattr(given, name) for name in names},
+    )
+    record = train(
+        config, given.out, device=given.device, resume=given.resume, start_from=given.start_from
+    )
+    print(json.dumps({k: v for k, v in record.items() if k != "settings"}))
+    print(f"classes: {', '.join(CLASS_NAMES)}; files in {given.out}")
+
+
+if __name__ == "__main__":
+    main()
