@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from blockattn.compiled import one_node
 from blockattn.impl import registry
 from blockattn.problem import BlockSummary, Problem, make_problem
 from blockattn.route import BlockRoute
 from blockattn.trace import make_trace
 
 
+@one_node
 def attend(
     q: Tensor,
     k: Tensor,

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HOST_DTYPES = (torch.float64, torch.int64, torch.bool)  # what Python numbers turn into
 MAX_HEAD_DIM = 256
+
+
+def host_value(name: str, value: object) -> object:
+    """The number in a one-element CPU tensor; anything else as it is.
+
+    Settings may be such tensors: inside ``torch.compile`` their value is data, so that changing it
+    recompiles nothing. A tensor on another device is refused, because reading it would stall.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        shape = tuple(value.shape)
+        raise ValueError(f"{name}: shape {shape} has {value.numel()} elements, need 1")
+    if value.device.type != "cpu":
+        raise ValueError(
+            f"{name}: on {value.device}, but it is read on the host; "
+            "keep it in a number or a one-element CPU tensor"
+        )
+    return value.item()
 
 
 def finite_number(name: str, value: object, *, minimum: float | None = None) -> float:
     """A host number, never bool, NaN or infinity. ``minimum`` is inclusive."""
+    value = host_value(name, value)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
     number = float(value)
@@ -27,6 +48,7 @@ def finite_number(name: str, value: object, *, minimum: float | None = None) -> 
 
 def integer(name: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
     """A host integer in ``[minimum, maximum]``, never bool."""
+    value = host_value(name, value)
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r}: expected an integer, got {type(value).__name__}")
     number = int(value)
@@ -34,6 +56,24 @@ def integer(name: str, value: object, *, minimum: int = 0, maximum: int | None =
         top = "" if maximum is None else f" and at most {maximum}"
         raise ValueError(f"{name}={value!r}: must be at least {minimum}{top}")
     return number
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False; numbers are not taken for flags."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected True or False, got {type(value).__name__}")
+    return value
+
+
+def numbers(name: str, values: object, *, minimum: float | None = None) -> list[float]:
+    """A sequence or 1-D tensor of finite host numbers; each is named by its index when refused."""
+    if isinstance(values, Tensor):
+        if values.dtype == torch.bool:
+            raise TypeError(f"{name}: dtype torch.bool, expected numbers")
+        values = values.flatten().tolist()
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name}={values!r}: expected a sequence of numbers")
+    return [finite_number(f"{name}[{n}]", value, minimum=minimum) for n, value in enumerate(values)]
 
 
 def integer_pair(name: str, value: object, *, minimum: int = 1) -> tuple[int, int]:
@@ -84,7 +124,10 @@ def same_kind(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
 
 
 def query_key(q: object, k: object) -> tuple[Tensor, Tensor]:
-    """Checked q ``[B, Tq, Hq, D]`` and k ``[B, Tk, Hk, D]`` with Hq a multiple of Hk."""
+    """Checked q ``[B, Tq, Hq, D]`` and k ``[B, Tk, Hk, D]`` with Hq a multiple of Hk.
+
+    Forward only: refuses inputs that want gradients.
+    """
     query, key = attention_tensor("q", q), attention_tensor("k", k)
     same_kind("k", key, "q", query)
     if query.shape[2] % key.shape[2]:
@@ -92,21 +135,28 @@ def query_key(q: object, k: object) -> tuple[Tensor, Tensor]:
             f"k: {key.shape[2]} heads do not divide q's {query.shape[2]}; "
             "grouped-query attention needs Hq a multiple of Hk"
         )
+    forward_only(q=query, k=key)
     return query, key
 
 
+def forward_only(**tensors: Tensor) -> None:
+    """Refuses tensors that want gradients while gradients are being recorded."""
+    for name, value in tensors.items():
+        if torch.is_grad_enabled() and value.requires_grad:
+            raise ValueError(
+                f"{name}: requires_grad=True, but these operations are forward only; "
+                "wrap the call in torch.no_grad() or detach the tensor"
+            )
+
+
 def query_key_value(q: object, k: object, v: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Checked q, k, v; v has exactly k's shape. Forward only: refuses inputs that want gradients."""
+    """Checked q, k, v; v has exactly k's shape. Forward only, as :func:`query_key`."""
     query, key = query_key(q, k)
     value = attention_tensor("v", v)
     same_kind("v", value, "k", key)
     if value.shape != key.shape:
         raise ValueError(f"v: shape {tuple(value.shape)} must equal k's {tuple(key.shape)}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        raise ValueError(
-            "q, k or v requires grad, but these operations are forward only; "
-            "wrap the call in torch.no_grad() or detach the inputs"
-        )
+    forward_only(v=value)
     return query, key, value
 
 
@@ -122,9 +172,14 @@ def self_attention(name: str, q: Tensor, k: Tensor) -> None:
 
 
 def scale_argument(name: str, value: object, like: Tensor, *, default: float) -> float | Tensor:
-    """A positive finite float, or one contiguous float32 element on ``like``'s device (unread)."""
+    """A positive finite float, or one float32 element on ``like``'s device (never read).
+
+    One float64 element on the CPU is a host number (:func:`host_value`).
+    """
     if value is None:
         return default
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in HOST_DTYPES:
+        value = host_value(name, value)
     if not isinstance(value, Tensor):
         number = finite_number(name, value)
         if number <= 0:
@@ -136,4 +191,5 @@ def scale_argument(name: str, value: object, like: Tensor, *, default: float) ->
         raise TypeError(f"{name}: dtype {value.dtype}, a scale tensor must be float32")
     if value.device != like.device:
         raise ValueError(f"{name}: on {value.device}, but q is on {like.device}; move it there")
+    forward_only(**{name: value})
     return value.reshape(())

@@ -18,7 +18,7 @@ class Reason:
 
 
 class UnsupportedError(RuntimeError):
-    """A named implementation cannot serve the call; ``reasons`` says why, one entry per obstacle."""
+    """A named implementation cannot serve the call; ``reasons`` holds one entry per obstacle."""
 
     def __init__(self, message: str, reasons: Sequence[Reason] = ()) -> None:
         self.reasons = tuple(reasons)

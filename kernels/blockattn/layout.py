@@ -1,6 +1,6 @@
 """How a sequence is cut into blocks, and how video tokens are laid out in it.
 
-A sequence of T tokens is cut from token 0 into blocks of L tokens; only the last one may be shorter.
+A sequence of T tokens is cut from token 0 into blocks of L tokens; only the last may be shorter.
 :class:`TokenGrid` says which (t, h, w) latent position each token of the sequence has.
 """
 
@@ -55,7 +55,7 @@ def block_mean(x: Tensor, block: int = BLOCK) -> Tensor:
 
 @dataclass(frozen=True)
 class Box:
-    """Half-open (t, h, w) box around the video tokens of a block; ``None`` axes when it has none."""
+    """Half-open (t, h, w) box around the video tokens of a block."""
 
     t: tuple[int, int]
     h: tuple[int, int]
@@ -78,9 +78,9 @@ class TokenGrid:
         shape: latent frames, rows, columns (T, H, W), each at least 1; ragged sizes are fine.
         prefix: text tokens before the video tokens.
         suffix: text tokens after them.
-        order: ``raster`` (t, h, w nested loops), ``tile`` (4x4x4 cubes in t, h, w order, tokens of a
-            cube together), or ``morton`` (3-D Z-curve, column in the lowest bit, frame in the highest;
-            sol_attn specification section 12.1).
+        order: ``raster`` (t, h, w nested loops), ``tile`` (4x4x4 cubes in t, h, w order, tokens of
+            a cube together), or ``morton`` (3-D Z-curve, column in the lowest bit, frame in the
+            highest; sol_attn specification section 12.1).
 
     Raises:
         TypeError, ValueError: an axis, count or order that is not allowed.

@@ -33,7 +33,13 @@ class BlockSummary:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, block: int = BLOCK) -> BlockSummary:
-        """Summaries of k, v ``[B, T, Hk, D]``: float32 sums, rounded once to the inputs' dtype."""
+        """Summaries of k, v ``[B, T, Hk, D]``: float32 sums, rounded once to the inputs' dtype.
+
+        Raises:
+            TypeError, ValueError: k and v are not such tensors of one shape, or block is not >= 1.
+        """
+        checks.query_key_value(k, k, v)
+        checks.integer("block", block, minimum=1)
         lengths = block_lengths(k.shape[1], block, k.device)
         k_mean, v_sum = block_mean(k, block).to(k.dtype), block_sum(v, block).to(v.dtype)
         return cls(k_mean, v_sum, lengths, block)
@@ -60,6 +66,7 @@ class Problem:
     scale_output: float | Tensor = 1.0
     causal: bool = False
     want_trace: bool = False
+    round_p: bool = False  # e4m3 probabilities, see quantised_attention
 
     @property
     def group(self) -> int:
@@ -110,12 +117,13 @@ def check_route(route: object, problem: Problem) -> BlockRoute:
         raise TypeError(f"route: expected a BlockRoute, got {type(route).__name__}")
     if route.seqlens != problem.seqlens:
         raise ValueError(
-            f"route: made for (Tq, Tk) = {route.seqlens}, but q and k have {problem.seqlens} tokens; "
-            "route these tensors anew"
+            f"route: made for (Tq, Tk) = {route.seqlens}, but q and k have {problem.seqlens} "
+            "tokens; route these tensors anew"
         )
     if route.shape[:2] != problem.heads_shape:
         raise ValueError(
-            f"route: made for (B, H) = {route.shape[:2]}, but q has {problem.heads_shape}"
+            f"route: made for (B, H) = {route.shape[:2]}, but q has {problem.heads_shape}; "
+            "route these tensors anew"
         )
     if route.device != problem.q.device:
         raise ValueError(
@@ -136,7 +144,8 @@ def check_tail(tail: object, problem: Problem) -> BlockSummary:
         )
     if tail.block != problem.route.block[1]:
         raise ValueError(
-            f"tail: blocks of {tail.block} keys, but the route's key block is {problem.route.block[1]}"
+            f"tail: blocks of {tail.block} keys, but the route's key block is "
+            f"{problem.route.block[1]}; summarise with BlockSummary.of(k, v, block)"
         )
     batch, keys, heads, dim = problem.k.shape
     expected = (batch, num_blocks(keys, tail.block), heads, dim)
@@ -151,7 +160,8 @@ def check_tail(tail: object, problem: Problem) -> BlockSummary:
 def check_lengths(name: str, value: object, problem: Problem, block: int) -> Tensor:
     """Valid keys of each key block: int32 ``[Nk]`` on the device (values are not read)."""
     if not isinstance(value, Tensor) or value.dtype != torch.int32:
-        raise TypeError(f"{name}: expected an int32 tensor [Nk]")
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: expected an int32 tensor [Nk], got {kind}")
     count = num_blocks(problem.k.shape[1], block)
     if tuple(value.shape) != (count,):
         raise ValueError(
@@ -165,16 +175,19 @@ def check_lengths(name: str, value: object, problem: Problem, block: int) -> Ten
 
 
 def check_skip(threshold: object, tile: object, reference: object, problem: Problem) -> Problem:
-    """Threshold as a ratio >= 0, and a tile that whole blocks of the route make up."""
-    if threshold is None:
-        return problem
-    ratio = checks.finite_number("skip_threshold", threshold, minimum=0.0)
+    """Threshold as a ratio >= 0, and a tile that whole blocks of the route make up.
+
+    Tile and reference are checked without a threshold too: a misspelt one is never ignored.
+    """
     pair = checks.integer_pair("skip_tile", tile)
+    kind = checks.one_of("skip_reference", reference, SKIP_REFERENCES)
+    if threshold is None:
+        return replace(problem, skip_tile=pair, skip_reference=kind)
+    ratio = checks.finite_number("skip_threshold", threshold, minimum=0.0)
     if problem.route is not None and any(t % b for t, b in zip(pair, problem.route.block)):
         raise ValueError(
             f"skip_tile={pair}: must be whole blocks of the route, which are {problem.route.block}"
         )
-    kind = checks.one_of("skip_reference", reference, SKIP_REFERENCES)
     return replace(problem, skip_threshold=ratio, skip_tile=pair, skip_reference=kind)
 
 
@@ -192,20 +205,18 @@ def make_problem(
     scale: object = None,
     scale_output: object = None,
     causal: object = False,
-    want_trace: bool = False,
+    want_trace: object = False,
 ) -> Problem:
     """Checks every argument before any work is done."""
     query, key, value = checks.query_key_value(q, k, v)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal={causal!r}: expected True or False")
     problem = Problem(
         query,
         key,
         value,
         scale=checks.scale_argument("scale", scale, query, default=query.shape[3] ** -0.5),
         scale_output=checks.scale_argument("scale_output", scale_output, query, default=1.0),
-        causal=causal,
-        want_trace=want_trace,
+        causal=checks.flag("causal", causal),
+        want_trace=checks.flag("return_trace", want_trace),
     )
     if route is not None:
         problem = replace(problem, route=check_route(route, problem))

@@ -19,20 +19,22 @@ from torch.nn.functional import pad
 from blockattn import checks
 from blockattn.layout import BLOCK, num_blocks
 
-_POPCOUNT = torch.tensor([bin(byte).count("1") for byte in range(256)], dtype=torch.uint8)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockRoute:
     """Block pairs of ``[B, H]`` heads, packed 32 key blocks to a word.
 
     Attributes:
-        words: int32 ``[B, H, Nq, ceil(Nk / 32)]``; bit r of word w is key block 32 w + r, pad bits 0.
+        words: int32 ``[B, H, Nq, ceil(Nk / 32)]``; bit r of word w is key block 32 w + r; pad
+            bits are 0.
         block: tokens of a query block and of a key block (Lq, Lk).
         seqlens: tokens of the query and of the key sequence (Tq, Tk).
 
+    Two routes are equal when heads, geometry and every bit are (on a GPU this reads the device).
+
     Raises:
-        TypeError, ValueError: words of another dtype or shape than block and seqlens ask for.
+        TypeError, ValueError: words of another dtype or shape than block and seqlens ask for, or
+            with a pad bit set (checked on the CPU alone, where it costs no synchronisation).
     """
 
     words: Tensor
@@ -43,12 +45,19 @@ class BlockRoute:
         object.__setattr__(self, "block", checks.integer_pair("block", self.block))
         object.__setattr__(self, "seqlens", checks.integer_pair("seqlens", self.seqlens, minimum=0))
         if not isinstance(self.words, Tensor) or self.words.dtype != torch.int32:
-            raise TypeError("words: expected an int32 tensor [B, H, Nq, ceil(Nk / 32)]")
+            kind = getattr(self.words, "dtype", type(self.words).__name__)
+            raise TypeError(f"words: {kind}, expected an int32 tensor [B, H, Nq, ceil(Nk / 32)]")
         expected = (self.grid[0], num_blocks(self.grid[1], 32))
         if self.words.dim() != 4 or tuple(self.words.shape[2:]) != expected:
             raise ValueError(
                 f"words: shape {tuple(self.words.shape)} does not fit seqlens {self.seqlens} with "
                 f"blocks {self.block}; expected [B, H, {expected[0]}, {expected[1]}]"
+            )
+        used = self.grid[1] % 32
+        if used and self.words.device.type == "cpu" and (self.words[..., -1] >> used).any():
+            raise ValueError(
+                f"words: a bit past key block {self.grid[1] - 1} is set; the last word uses its "
+                f"low {used} bits, clear the others"
             )
 
     # -- making one ---------------------------------------------------------------------------
@@ -69,8 +78,7 @@ class BlockRoute:
         block = checks.integer_pair("block", block)
         if seqlens is None:
             seqlens = (mask.shape[2] * block[0], mask.shape[3] * block[1])
-        seqlens = checks.integer_pair("seqlens", seqlens, minimum=0)
-        grid = tuple(num_blocks(n, size) for n, size in zip(seqlens, block))
+        grid = _grid(seqlens, block)
         if tuple(mask.shape[2:]) != grid:
             raise ValueError(
                 f"mask: {tuple(mask.shape[2:])} block pairs, but seqlens {seqlens} with blocks "
@@ -88,8 +96,8 @@ class BlockRoute:
         device: torch.device | str | None = None,
     ) -> BlockRoute:
         """Every pair of ``shape`` = (B, H) heads."""
-        grid = tuple(num_blocks(n, size) for n, size in zip(seqlens, block))
-        mask = torch.ones(*shape, *grid, dtype=torch.bool, device=device)
+        grid = _grid(seqlens, block)
+        mask = torch.ones(*_heads(shape), *grid, dtype=torch.bool, device=device)
         return cls.from_dense(mask, block=block, seqlens=seqlens)
 
     @classmethod
@@ -101,11 +109,11 @@ class BlockRoute:
         block: tuple[int, int] = (BLOCK, BLOCK),
         device: torch.device | str | None = None,
     ) -> BlockRoute:
-        """Pairs with at least one key that a query of the block may see (key index <= query index)."""
-        queries, keys = (num_blocks(n, size) for n, size in zip(seqlens, block))
+        """Pairs with at least one key that a query of the block may see (key <= query)."""
+        queries, keys = _grid(seqlens, block)
         last_query = ((torch.arange(queries, device=device) + 1) * block[0]).clamp(max=seqlens[0])
         first_key = torch.arange(keys, device=device) * block[1]
-        mask = (first_key[None, :] < last_query[:, None]).expand(*shape, queries, keys)
+        mask = (first_key[None, :] < last_query[:, None]).expand(*_heads(shape), queries, keys)
         return cls.from_dense(mask, block=block, seqlens=seqlens)
 
     # -- reading it ---------------------------------------------------------------------------
@@ -113,8 +121,7 @@ class BlockRoute:
     @property
     def grid(self) -> tuple[int, int]:
         """Number of query blocks and of key blocks (Nq, Nk)."""
-        queries, keys = (num_blocks(n, size) for n, size in zip(self.seqlens, self.block))
-        return queries, keys
+        return _grid(self.seqlens, self.block)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -135,9 +142,11 @@ class BlockRoute:
 
     def counts(self) -> Tensor:
         """Exact key blocks of every query block, int64 ``[B, H, Nq]``."""
-        table = _POPCOUNT.to(self.device)
-        as_bytes = self.words.contiguous().view(torch.uint8)
-        return table[as_bytes.int()].sum(dim=-1, dtype=torch.int64)
+        # Bits of every byte by pairs, then fours, then eights: no table to copy to the device.
+        x = _bytes(self.words)
+        x = x - ((x >> 1) & 0x55)
+        x = (x & 0x33) + ((x >> 2) & 0x33)
+        return ((x + (x >> 4)) & 0x0F).sum(dim=-1, dtype=torch.int64)
 
     def density(self) -> float:
         """Exact pairs / valid pairs over everything, in [0, 1]; 0 when there are no pairs."""
@@ -175,9 +184,10 @@ class BlockRoute:
     ) -> Tensor:
         """One head's window of block rows and columns as a picture of at most ``size`` x ``size``.
 
-        A pixel covers f x f pairs, f the smallest whole factor that fits, and holds their mean
+        A pixel covers fr x fc pairs, each the smallest whole factor that fits, and holds their mean
         (so it is a local density); the last row and column average the pairs that exist. float32.
         """
+        checks.integer("size", size, minimum=1)
         checks.integer("batch", batch, maximum=self.shape[0] - 1)
         checks.integer("head", head, maximum=self.shape[1] - 1)
         top, bottom = _window("rows", rows, self.grid[0])
@@ -188,6 +198,12 @@ class BlockRoute:
         return pairs
 
     # -- algebra ------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockRoute):
+            return NotImplemented
+        same_geometry = (self.block, self.seqlens) == (other.block, other.seqlens)
+        return same_geometry and self._comparable(other) and torch.equal(self.words, other.words)
 
     def __or__(self, other: BlockRoute) -> BlockRoute:
         return replace(self, words=self.words | self._words_of(other))
@@ -219,7 +235,7 @@ class BlockRoute:
         if factors == [1, 1]:
             return self
         fine = self.dense().repeat_interleave(factors[0], 2).repeat_interleave(factors[1], 3)
-        queries, keys = (num_blocks(n, size) for n, size in zip(self.seqlens, block))
+        queries, keys = _grid(self.seqlens, block)
         fine = fine[:, :, :queries, :keys]
         return BlockRoute.from_dense(fine, block=block, seqlens=self.seqlens)
 
@@ -229,9 +245,17 @@ class BlockRoute:
         if (other.block, other.seqlens) != (self.block, self.seqlens):
             raise ValueError(
                 f"routes differ in geometry: blocks {self.block} over tokens {self.seqlens} "
-                f"against blocks {other.block} over {other.seqlens}"
+                f"against blocks {other.block} over {other.seqlens}; route the same tensors"
+            )
+        if not self._comparable(other):
+            raise ValueError(
+                f"routes differ: {self.shape[:2]} (B, H) heads on {self.device} against "
+                f"{other.shape[:2]} on {other.device}; take the same heads(), or use to()"
             )
         return other.words
+
+    def _comparable(self, other: BlockRoute) -> bool:
+        return self.shape == other.shape and self.device == other.device
 
     # -- files --------------------------------------------------------------------------------
 
@@ -248,14 +272,13 @@ class BlockRoute:
             with safe_open(str(path), framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != "blockattn.route":
-                    raise ValueError(
-                        f"{path}: not a saved route (format {metadata.get('format')!r})"
-                    )
-                words = file.get_tensor("words")
-        except SafetensorError as error:
-            raise ValueError(f"{path}: cannot be read as a saved route: {error}") from error
-        geometry = {key: tuple(json.loads(metadata[key])) for key in ("block", "seqlens")}
-        return cls(words, **geometry)
+                    raise ValueError(f"format is {metadata.get('format')!r}")
+                block, seqlens = (json.loads(metadata[key]) for key in ("block", "seqlens"))
+                return cls(file.get_tensor("words"), block, seqlens)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: not a route that BlockRoute.save wrote ({error}); save it again"
+            ) from error
 
     @cached_property
     def _summary(self) -> str:
@@ -269,10 +292,30 @@ class BlockRoute:
         return self._summary
 
 
-def _window(name: str, given: tuple[int, int] | None, count: int) -> tuple[int, int]:
+def _grid(seqlens: object, block: object) -> tuple[int, int]:
+    """Query and key blocks (Nq, Nk) of checked lengths and block sizes."""
+    lengths = checks.integer_pair("seqlens", seqlens, minimum=0)
+    sizes = checks.integer_pair("block", block)
+    return num_blocks(lengths[0], sizes[0]), num_blocks(lengths[1], sizes[1])
+
+
+def _heads(shape: object) -> tuple[int, int]:
+    return checks.integer_pair("shape", shape)
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """int32 ``[..., W]`` -> uint8 ``[..., 4 W]``, lowest byte first."""
+    # A single word per row may lie at any stride and still count as contiguous; bytes may not.
+    packed = words.contiguous()
+    if packed.stride(-1) != 1:
+        packed = packed.clone(memory_format=torch.contiguous_format)
+    return packed.view(torch.uint8)
+
+
+def _window(name: str, given: object, count: int) -> tuple[int, int]:
     if given is None:
         return 0, count
-    low, high = given
+    low, high = checks.integer_pair(name, given, minimum=0)
     checks.integer(f"{name}[0]", low, maximum=count - 1)
     checks.integer(f"{name}[1]", high, minimum=low + 1, maximum=count)
     return low, high
@@ -293,7 +336,10 @@ def _mean_pool(x: Tensor, factor: int, axis: int) -> Tensor:
 
 def _pack(mask: Tensor) -> Tensor:
     """bool ``[..., N]`` -> int32 ``[..., ceil(N / 32)]``, lowest bit first."""
-    width = num_blocks(mask.shape[-1], 32) * 32
+    words = num_blocks(mask.shape[-1], 32)
+    if not words:
+        return torch.zeros(mask.shape, dtype=torch.int32, device=mask.device)
+    width = words * 32
     bits = pad(mask.to(torch.uint8), (0, width - mask.shape[-1])).unflatten(-1, (-1, 8))
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     packed = (bits * weights).sum(dim=-1, dtype=torch.uint8)
@@ -302,6 +348,6 @@ def _pack(mask: Tensor) -> Tensor:
 
 def _unpack(words: Tensor, count: int) -> Tensor:
     """int32 ``[..., W]`` -> bool ``[..., count]``."""
-    as_bytes = words.contiguous().view(torch.uint8).unsqueeze(-1)
+    as_bytes = _bytes(words).unsqueeze(-1)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=words.device)
     return ((as_bytes & weights) != 0).flatten(-2)[..., :count]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blockattn import checks
 from blockattn.attend import attend
+from blockattn.compiled import one_node
 from blockattn.impl.gaps import tile_gaps
 from blockattn.problem import make_problem
 from blockattn.route import BlockRoute
@@ -53,14 +54,15 @@ class SkipGaps:
 
     def sparsity(self, thresholds: list[float] | Tensor) -> Tensor:
         """Share of valid tiles dropped, per head: float64 ``[B, H, len(thresholds)]``."""
-        limits = [threshold_log2(_one_pass_threshold(float(value))) for value in thresholds]
+        values = checks.numbers("thresholds", thresholds)
+        limits = [threshold_log2(_one_pass_threshold(value)) for value in values]
         valid = self.reachable.dense().flatten(2)
         # Tiles that never drop sort last; searchsorted counts the strictly smaller ones.
         never = ~valid | self.gaps.flatten(2).isnan()
         free = self.gaps.flatten(2).masked_fill(never, torch.inf).sort(dim=-1).values
-        values = torch.tensor(limits, dtype=torch.float32, device=free.device)
-        values = values.expand(*free.shape[:2], -1).contiguous()
-        dropped = torch.searchsorted(free, values, right=False)
+        cuts = torch.tensor(limits, dtype=torch.float32, device=free.device)
+        cuts = cuts.expand(*free.shape[:2], -1).contiguous()
+        dropped = torch.searchsorted(free, cuts, right=False)
         return dropped.double() / valid.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
@@ -96,12 +98,12 @@ def skip_gaps(
         TypeError, ValueError: an argument is not allowed.
     """
     checks.query_key(q, k)
-    problem = make_problem(
-        q, k, k, scale=scale, causal=causal, skip_threshold=0.0, skip_tile=tile
-    )
+    tile = checks.integer_pair("tile", tile)
+    problem = make_problem(q, k, k, scale=scale, causal=causal, skip_threshold=0.0, skip_tile=tile)
     return SkipGaps(tile_gaps(problem), problem.reachable(problem.skip_tile))
 
 
+@one_node
 def skip_softmax_attention(
     q: Tensor,
     k: Tensor,
@@ -122,6 +124,7 @@ def skip_softmax_attention(
         q: ``[B, Tq, Hq, D]``; k, v: ``[B, Tk, Hk, D]``.
         threshold_scale_factor: lambda * Tk; ``None`` or 0 is dense. Not with ``threshold``.
         threshold: lambda itself; ``None`` is dense, 0 runs the skipping kernel and drops nothing.
+            From lambda = 1 on a dropped tile may hold a row's largest score: warns once.
         tile: (queries, keys) that vote together.
         causal, scale, skip_reference, impl, return_trace: as for :func:`blockattn.attend`.
 
@@ -137,12 +140,14 @@ def skip_softmax_attention(
             "set the same thing; give one of them"
         )
     checks.query_key_value(q, k, v)
+    tile = checks.integer_pair("tile", tile)
+    if threshold is not None:
+        threshold = checks.finite_number("threshold", threshold, minimum=0.0)
     if threshold_scale_factor is not None:
         factor = checks.finite_number("threshold_scale_factor", threshold_scale_factor, minimum=0.0)
-        keys = k.shape[1]
-        threshold = threshold_from_factor(factor, keys) if factor > 0 and keys else None
-        if threshold is not None and threshold >= 1:
-            _warn_large_threshold(factor, keys)
+        threshold = threshold_from_factor(factor, k.shape[1]) if factor and k.shape[1] else None
+    if threshold is not None and threshold >= 1:
+        _warn_large_threshold(threshold, k.shape[1])
     return attend(
         q,
         k,
@@ -168,10 +173,11 @@ def _one_pass_threshold(threshold: float) -> float:
 
 
 @cache
-def _warn_large_threshold(factor: float, keys: int) -> None:
-    """Once per (factor, length)."""
+def _warn_large_threshold(threshold: float, keys: int) -> None:
+    """Once per (threshold, length)."""
     warnings.warn(
-        f"threshold_scale_factor={factor:g} over {keys} keys is lambda = {factor / keys:.3g} >= 1: "
-        "tiles are dropped even where they hold a row's largest score. Use a factor below Sk.",
-        stacklevel=3,
+        f"threshold={threshold:.3g} (threshold_scale_factor={threshold * keys:g} over {keys} keys) "
+        "is at least 1: tiles are dropped even where they hold a row's largest score. Use a factor "
+        f"below the number of keys, {keys}",
+        stacklevel=4,  # the caller: past this function, skip_softmax_attention and its wrapper
     )

@@ -1,9 +1,10 @@
-"""Sol-Attn: blocks that score tau standard deviations above the mean are exact, the rest a summary.
+"""Sol-Attn: blocks that score tau standard deviations above the mean are exact, others a summary.
 
-Method of "Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention Sparsification"
-(arXiv:2607.24027). A query block keeps key block j exact when the mean score of its queries against
-the mean key of j lies more than tau standard deviations above the mean over all key blocks. Blocks
-near the diagonal and sink blocks are always exact. All statistics are float32 or better.
+Method of "Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention
+Sparsification" (arXiv:2607.24027). A query block keeps key block j exact when the mean score of its
+queries against the mean key of j lies more than tau standard deviations above the mean over all key
+blocks. Blocks near the diagonal and sink blocks are always exact. All statistics are float32 or
+better.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from blockattn import checks
 from blockattn.attend import attend
+from blockattn.compiled import one_node
+from blockattn.impl import registry
 from blockattn.layout import BLOCK, block_mean, num_blocks
 from blockattn.problem import BlockSummary
 from blockattn.route import BlockRoute
@@ -29,7 +32,7 @@ BAND = 1  # key blocks on either side of the diagonal that are always exact
 
 @dataclass(frozen=True)
 class BlockScores:
-    """Routing score of every block pair; the route for any tau follows without looking at q, k again.
+    """Routing score of every block pair, from which the route for any tau follows without q and k.
 
     Attributes:
         z: float32 ``[B, H, Nq, Nk]``, standard deviations above the row's mean score.
@@ -56,7 +59,7 @@ class BlockScores:
 
     def passing(self, tau: float) -> BlockRoute:
         """Blocks above the threshold alone, without band and sink (a tie stays approximate)."""
-        above = self.z > checks.finite_number("tau", tau)
+        above = self.z > _as_float32([checks.finite_number("tau", tau)], self.z.device)
         return BlockRoute.from_dense(above, block=self.always.block, seqlens=self.always.seqlens)
 
     def route(self, tau: float) -> BlockRoute:
@@ -64,12 +67,12 @@ class BlockScores:
         return self.passing(tau) | self.always
 
     def density(self, taus: list[float] | Tensor) -> Tensor:
-        """Density of every head's route at many taus from one sort: float64 ``[B, H, len(taus)]``."""
-        values = torch.as_tensor(taus, dtype=torch.float32, device=self.z.device).flatten()
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"taus={taus!r}: every value must be finite")
+        """Density of every head's route at many taus, one sort: float64 ``[B, H, len(taus)]``."""
+        values = _as_float32(checks.numbers("taus", taus), self.z.device)
         forced = self.always.dense()
-        free = self.z.masked_fill(forced, -torch.inf).flatten(2).sort(dim=-1).values
+        # NaN passes no threshold, but it would sort above every one.
+        never = forced | self.z.isnan()
+        free = self.z.masked_fill(never, -torch.inf).flatten(2).sort(dim=-1).values
         pairs = free.shape[-1]
         values = values.expand(*free.shape[:2], -1).contiguous()
         below = torch.searchsorted(free, values, right=True)
@@ -177,6 +180,7 @@ def sol_route(q: Tensor, k: Tensor, *, tau: float = 1.0, **settings: Any) -> Blo
     return sol_scores(q, k, **settings).route(tau)
 
 
+@one_node
 def sol_attention(
     q: Tensor,
     k: Tensor,
@@ -206,6 +210,8 @@ def sol_attention(
         TypeError, ValueError, UnsupportedError: before any work is done.
     """
     query, key, value = checks.query_key_value(q, k, v)
+    registry.check_name(impl)
+    checks.flag("return_trace", return_trace)
     route = sol_route(
         query,
         key,
@@ -221,11 +227,19 @@ def sol_attention(
     )
 
 
+def _as_float32(taus: list[float], device: torch.device) -> Tensor:
+    """Taus as the scores are compared with them; one beyond float32 becomes infinite."""
+    return torch.tensor(taus, dtype=torch.float64).to(device, torch.float32)
+
+
 def _host_scale(scale: object, q: Tensor) -> float:
     """Routing needs the scale on the host; it enters only through the variance floor."""
     value = checks.scale_argument("scale", scale, q, default=q.shape[3] ** -0.5)
     if isinstance(value, Tensor):
-        raise TypeError("scale: routing takes a float; pass the device scale to attend() instead")
+        raise TypeError(
+            f"scale: {value.dtype} tensor on {value.device}, but routing takes a float; "
+            "pass the device scale to attend() instead"
+        )
     return value
 
 

@@ -1,4 +1,4 @@
-"""What ran: every call can say which implementation served it, why no better one did, and how much."""
+"""What ran: which implementation served a call, why no better one did, and how much of it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class AttentionTrace:
         skipped: tiles that the skip threshold dropped at run time, ``None`` without a threshold.
         lse: float32 ``[B, H, Tq]``, natural log, ``-inf`` for rows without keys.
         reachable: valid block pairs (all, or the causal half).
+        emulated: number formats that were emulated because no matrix unit here takes them.
     """
 
     algorithm: str
@@ -33,6 +34,7 @@ class AttentionTrace:
     skipped: BlockRoute | None
     lse: Tensor
     reachable: BlockRoute
+    emulated: tuple[str, ...] = ()
 
     @cached_property
     def computed(self) -> BlockRoute:
@@ -42,7 +44,7 @@ class AttentionTrace:
 
     @cached_property
     def density(self) -> float:
-        """Exact pairs / valid pairs that were delivered, in [0, 1] (reads the device once)."""
+        """Exact pairs / valid pairs that were delivered, in [0, 1] (reads the device)."""
         valid = int(self.reachable.counts().sum())
         return int(self.computed.counts().sum()) / valid if valid else 0.0
 
@@ -50,6 +52,8 @@ class AttentionTrace:
         lines = [f"{self.algorithm} ran on {self.impl}, density {self.density:.4f}"]
         if self.skipped is not None:
             lines[0] += f", {int(self.skipped.counts().sum())} tiles skipped"
+        if self.emulated:
+            lines.append(f"emulated: {', '.join(self.emulated)}")
         return "\n".join([*lines, *(f"not {reason}" for reason in self.reasons)])
 
 
@@ -59,7 +63,8 @@ def make_trace(
     """Trace of a call that asked for one."""
     if result.lse is None:
         raise RuntimeError(f"implementation {impl} returned no LSE for a traced call")
-    block = problem.skip_tile if problem.route is None and result.skipped else problem.block
+    by_tile = problem.route is None and result.skipped is not None
+    block = problem.skip_tile if by_tile else problem.block
     return AttentionTrace(
         algorithm=problem.algorithm,
         impl=impl,

@@ -1,9 +1,9 @@
 """The definition of the operation, in plain PyTorch at float32 or float64, written to be read.
 
 One query tile at a time, over its key tiles in ascending order; the softmax state of a row is its
-running maximum m, denominator l and unnormalised output. Scores stay in raw units (q . k); the scale
-enters inside the exponential only, as in the kernels. Sources: sol_attn specification section 6,
-skip_vsa_quant specification sections 1.1 and 2.1.
+running maximum m, denominator l and unnormalised output. Scores stay in raw units (q . k); the
+scale enters inside the exponential only, as in the kernels. Sources: sol_attn specification
+section 6, skip_vsa_quant specification sections 1.1 and 2.1.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from blockattn.route import BlockRoute
 
 SUMMARY = "float32/float64 PyTorch, the definition of the result"
 LOG2_E = math.log2(math.e)
+E4M3_MAX = 448.0
 LAG = 8.0  # base-2 units by which a lagging reference may trail the running maximum
 
 
 def obstacles(problem: Problem | None) -> list[str]:
-    """None: the reference serves every call that passed the checks, on every machine."""
+    """The reference serves every call that passed the checks, on every machine."""
+    if problem is not None and problem.q.device.type == "meta":
+        return ["q, k and v are on the meta device, which holds no data; give real tensors"]
     return []
 
 
@@ -42,16 +45,26 @@ class _State:
         row = torch.full_like(q[..., :1], -torch.inf)
         return cls(row, row, torch.zeros_like(row), torch.zeros_like(q))
 
-    def add(self, scores: Tensor, values: Tensor, weights: Tensor, unit, keep: Tensor) -> None:
+    def add(
+        self,
+        scores: Tensor,
+        values: Tensor,
+        weights: Tensor,
+        unit: float | Tensor,
+        keep: Tensor,
+        round_p: bool = False,
+    ) -> None:
         """Folds in columns with raw ``scores``; heads whose ``keep`` is False stay as they are."""
         top = torch.maximum(self.maximum, scores.amax(dim=-1, keepdim=True))
         safe = torch.where(top == -torch.inf, torch.zeros_like(top), top)
         shrink = torch.exp2((self.maximum - safe) * unit)
         p = torch.exp2((scores - safe) * unit)
         denominator = self.denominator * shrink + (p * weights).sum(dim=-1, keepdim=True)
-        output = self.output * shrink + p @ values
         trails = (top - self.reference) * unit <= LAG
         reference = torch.where(trails, self.reference, top)
+        if round_p:
+            p = _rounded_p(p, torch.where(top == -torch.inf, 0.0, (top - reference) * unit))
+        output = self.output * shrink + p @ values
         self.maximum = torch.where(keep, top, self.maximum)
         self.reference = torch.where(keep, reference, self.reference)
         self.denominator = torch.where(keep, denominator, self.denominator)
@@ -96,8 +109,15 @@ def _query_tile(
         skipped[:, :, index] = drop
         # Columns that no row attends may hold anything, also NaN: take them out, 0 * NaN is NaN.
         values = v[:, :, keys].masked_fill(~valid.any(dim=2)[..., None], 0.0)
-        state.add(scores, values, torch.ones_like(scores[:1, :1, :1]), unit, ~drop[..., None, None])
+        ones = torch.ones_like(scores[:1, :1, :1])
+        state.add(scores, values, ones, unit, ~drop[..., None, None], problem.round_p)
     return *_finish(state, problem.scale), skipped
+
+
+def _rounded_p(p: Tensor, lag: Tensor) -> Tensor:
+    """e4m3 probabilities, relative to a maximum that trails by ``lag`` (base 2), as in kernels."""
+    grow = torch.exp2(lag)
+    return (p * grow).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).to(p.dtype) / grow
 
 
 def _tile(problem: Problem) -> tuple[int, int]:
@@ -129,9 +149,7 @@ def _vote(problem: Problem, state: _State, scores: Tensor, unit: float | Tensor)
     return (gap < limit).all(dim=(2, 3))
 
 
-def _add_tail(
-    problem: Problem, state: _State, q: Tensor, rows: slice, unit, keep: Tensor
-) -> None:
+def _add_tail(problem: Problem, state: _State, q: Tensor, rows: slice, unit, keep: Tensor) -> None:
     """Every block outside the route enters through its summary, weighted by its length."""
     tail, route = problem.tail, problem.route
     if tail is None or route is None:

@@ -25,12 +25,14 @@ class Implementation:
         summary: what it is, in one line.
         obstacles: reasons why it cannot serve a call; with ``None``, why it cannot run here at all.
         run: executes a call that has no obstacles.
+        rounds_p: can round probabilities to e4m3, as kernels with FP8 values do.
     """
 
     name: str
     summary: str
     obstacles: Callable[[Problem | None], list[str]]
     run: Callable[[Problem], Result]
+    rounds_p: bool = False
 
     def why_not(self) -> str | None:
         """Why nothing can run on this machine with it, ``None`` when it works here."""
@@ -39,7 +41,9 @@ class Implementation:
 
 _FASTEST_FIRST = (
     Implementation("eager", eager.SUMMARY, eager.obstacles, eager.run),
-    Implementation("reference", reference.SUMMARY, reference.obstacles, reference.run),
+    Implementation(
+        "reference", reference.SUMMARY, reference.obstacles, reference.run, rounds_p=True
+    ),
 )
 
 
@@ -49,7 +53,13 @@ def implementations() -> tuple[Implementation, ...]:
 
 
 def names() -> tuple[str, ...]:
+    """Words that ``impl=`` takes besides ``auto``, fastest first."""
     return tuple(item.name for item in _FASTEST_FIRST)
+
+
+def check_name(impl: object) -> str:
+    """``auto`` or the name of an implementation."""
+    return checks.one_of("impl", impl, ("auto", *names()))
 
 
 def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[Reason, ...]]:
@@ -58,12 +68,14 @@ def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[
     Raises:
         UnsupportedError: a named ``impl`` cannot serve the call; all its reasons are listed.
     """
-    checks.one_of("impl", impl, ("auto", *names()))
+    check_name(impl)
     against: list[Reason] = []
     for item in _FASTEST_FIRST:
         if impl not in ("auto", item.name):
             continue
         found = [Reason(item.name, text) for text in item.obstacles(problem)]
+        if problem.round_p and not item.rounds_p:
+            found.append(Reason(item.name, "does not round probabilities to e4m3 (round_p=True)"))
         if not found:
             return item, tuple(against)
         against += found
