@@ -11,8 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from workbench.models.dit import DiTConfig, VideoDiT
+from workbench.models.loss import flow_matching_loss
 from workbench.models.sampler import sample
-from workbench.models.train import TrainConfig, Trainer, flow_matching_loss, train
+from workbench.models.train import train
+from workbench.models.trainer import TrainConfig, Trainer
 from workbench.models.weights import load_model, save_model, training_record
 from workbench.paths import data_dir
 

@@ -5,6 +5,11 @@
 Needs torch, numpy and safetensors alone. Writes into the output folder, every minute and at the
 end: `tiny_video_dit.safetensors` (moving average of the weights), `checkpoint.pt` (to resume),
 `training.json` (settings, loss curve), and at the end `contact_sheet.png`.
+
+    python -m workbench.models.train --out run --minutes 2 --vsa 0.875 --start-from WEIGHTS
+
+fine-tunes dense weights with video sparse attention and its gate, which starts shut. The weights
+are then `tiny_video_dit_vsa.safetensors`; the contact sheet is sampled with the sparse attention.
 """
 
 from __future__ import annotations

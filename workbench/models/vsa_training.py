@@ -7,11 +7,12 @@ and only the kept cubes are computed, so that a training step costs less than a 
 
 from __future__ import annotations
 
-from blockattn.layout import TokenGrid
-from blockattn.vsa import CUBE, CubeLayout, cube_layout, kept_cubes
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from blockattn.layout import TokenGrid
+from blockattn.vsa import CUBE, CubeLayout, cube_layout, kept_cubes
 
 from .dit import AttentionCall, AttentionFn
 
@@ -19,8 +20,8 @@ from .dit import AttentionCall, AttentionFn
 def vsa_for_training(sparsity: float) -> AttentionFn:
     """An attention function for `VideoDiT`: VSA with the block's own gate.
 
-    A model without a gate (`DiTConfig.gate` False) gets the fine stage alone, which is training-free
-    top-k selection of cubes.
+    A model without a gate (`DiTConfig.gate` False) gets the fine stage alone, which is
+    training-free top-k selection of cubes.
 
     Args:
         sparsity: share of the cubes to drop, in [0, 1]; checked at the first call.
@@ -67,13 +68,13 @@ def differentiable_vsa(
     keep = kept_cubes(sparsity, layout.count)
     # Autocast would round the coarse stage's float32 products to bfloat16 and change the selection.
     with torch.autocast(q.device.type, enabled=False):
-        cubes = [layout.tile(x) for x in (q, k, v)]
-        shares = _coarse_shares(layout, cubes[0], cubes[1])
+        q, k, v = (layout.tile(x) for x in (q, k, v))
+        shares = _coarse_shares(layout, q, k)
         ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
-        fine = layout.untile(_fine_stage(layout, *cubes, ranked[..., :keep]))
+        fine = layout.untile(_fine_stage(layout, q, k, v, ranked[..., :keep]))
         if gate is None:
             return fine
-        return gate * _coarse_output(layout, shares, cubes[2]) + fine
+        return gate * _coarse_output(layout, shares, v) + fine
 
 
 def _coarse_shares(layout: CubeLayout, q: Tensor, k: Tensor) -> Tensor:
@@ -103,8 +104,8 @@ def _fine_stage(layout: CubeLayout, q: Tensor, k: Tensor, v: Tensor, chosen: Ten
     """
     batch, _, heads, _ = q.shape
     rows = q.transpose(1, 2).flatten(0, 1).unflatten(1, (layout.count, CUBE))
-    # Gathering by a product with a one-hot matrix is exact; the gradient of the gather is then a sum
-    # in the matrix unit's float32 accumulator, without atomics and the same in every run.
+    # Gathering by a product with a one-hot matrix is exact; the gradient of the gather is then a
+    # sum in the matrix unit's float32 accumulator, without atomics and the same in every run.
     picks = F.one_hot(chosen.flatten(0, 1).flatten(1), layout.count).to(k.dtype)
     keys, values = (_gather(picks, x, layout.count) for x in (k, v))
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=_mask(layout, chosen))

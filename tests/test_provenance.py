@@ -1,0 +1,110 @@
+"""A provenance record says how to make a result again, and nothing about the machine unasked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+import workbench
+from workbench import provenance as module
+from workbench.paths import data_dir
+from workbench.provenance import driver_version, git_state, package_versions, provenance, sha256_of
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A small git repository with one committed file."""
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "a.txt").write_text("one")
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.invalid", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "a.txt"], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=root, check=True, timeout=20)
+    return root
+
+
+def test_the_record_is_json_and_names_versions_device_and_command(tmp_path: Path):
+    source = tmp_path / "in.bin"
+    source.write_bytes(b"abc")
+    record = provenance(["workbench", "tune", "--taus", "1"], {"capture": source}, seeds={"x": 3})
+    assert json.loads(json.dumps(record)) == record
+    assert record["command"] == ["workbench", "tune", "--taus", "1"]
+    assert record["seeds"] == {"x": 3}
+    assert record["versions"]["workbench"] == workbench.__version__
+    assert record["versions"]["torch"] is not None
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    assert record["device"]["kind"] == kind
+    assert record["device"]["name"]
+    assert record["device"]["cores"] >= 1
+    assert datetime.fromisoformat(record["time"]).utcoffset().total_seconds() == 0
+
+
+def test_inputs_have_path_as_given_size_and_checksum(tmp_path: Path, monkeypatch):
+    (tmp_path / "in.bin").write_bytes(b"abc")
+    monkeypatch.chdir(tmp_path)
+    record = provenance(None, {"capture": Path("in.bin")})
+    expected = hashlib.sha256(b"abc").hexdigest()
+    assert record["inputs"] == {"capture": {"path": "in.bin", "bytes": 3, "sha256": expected}}
+    assert record["command"] is None
+
+
+def test_the_record_holds_no_folder_of_this_machine_that_nobody_gave():
+    bundled = data_dir() / "tiny_video_dit.safetensors"
+    record = provenance(["/somewhere/bin/workbench", "tune"], {"weights": bundled})
+    assert record["inputs"]["weights"]["path"] == "data/tiny_video_dit.safetensors"
+    assert record["command"] == ["workbench", "tune"]
+    assert str(Path.home()) + "/" not in json.dumps(record)
+    assert str(data_dir()) not in json.dumps(record)
+
+
+def test_a_missing_input_is_an_error(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"inputs has .*none\.bin"):
+        provenance(None, {"capture": tmp_path / "none.bin"})
+
+
+def test_a_package_that_is_not_installed_has_no_version():
+    assert package_versions(["torch", "no-such-package"])["no-such-package"] is None
+
+
+def test_git_state_tells_a_clean_checkout_from_a_changed_one(checkout: Path):
+    clean = git_state(checkout)
+    assert clean is not None
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (checkout / "new.txt").write_text("results beside the code do not change the code")
+    assert git_state(checkout) == clean
+    (checkout / "a.txt").write_text("two")
+    assert git_state(checkout) == {**clean, "dirty": True}
+
+
+def test_outside_a_checkout_or_without_git_there_is_no_git_state(
+    checkout: Path, tmp_path: Path, monkeypatch
+):
+    assert git_state(None) is None
+    assert git_state(tmp_path) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(checkout) is None
+
+
+def test_an_installed_package_has_no_git_state(monkeypatch):
+    monkeypatch.setattr(module, "checkout_dir", lambda: None)
+    assert provenance(None, {})["git"] is None
+
+
+def test_the_driver_version_is_read_where_there_is_one(tmp_path: Path):
+    text = tmp_path / "version"
+    text.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  575.57.08  Release Build\n")
+    assert driver_version(text) == "575.57.08"
+    assert driver_version(tmp_path / "none") is None
+
+
+def test_a_large_file_is_summed_in_pieces(tmp_path: Path):
+    data = bytes(range(256)) * 8192 + b"end"
+    (tmp_path / "large").write_bytes(data)
+    assert sha256_of(tmp_path / "large") == hashlib.sha256(data).hexdigest()
