@@ -10,6 +10,9 @@ import torch
 from hypothesis import settings
 
 matplotlib.use("Agg")
+# Triton decides at the definition of a kernel whether Python interprets it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Most tensors here are small: a second thread costs more than it gives, above all on a busy CPU.
 torch.set_num_threads(1)
 

@@ -50,6 +50,15 @@ class BlockSummary:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """A route with its tail, and the route's index lists where routing already made them."""
+
+    route: BlockRoute
+    tail: BlockSummary
+    lists: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class Problem:
     """Arguments of one call after every check; see :func:`blockattn.attend` for their meaning."""
 
@@ -67,6 +76,7 @@ class Problem:
     causal: bool = False
     want_trace: bool = False
     round_p: bool = False  # e4m3 probabilities, see quantised_attention
+    lists: tuple[Tensor, Tensor] | None = None  # of the route, as BlockRoute.lists() gives them
 
     @property
     def group(self) -> int:

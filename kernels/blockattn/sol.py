@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from blockattn import checks
-from blockattn.attend import attend
+from blockattn.attend import run
 from blockattn.compiled import one_node
-from blockattn.impl import registry
+from blockattn.impl import registry, triton
 from blockattn.layout import BLOCK, block_mean, num_blocks
-from blockattn.problem import BlockSummary
+from blockattn.problem import BlockSummary, Plan, make_problem
 from blockattn.route import BlockRoute
 
 THRESHOLD_TYPES = ("diag", "exact")
@@ -163,15 +163,37 @@ def sol_scores(
         TypeError, ValueError: an argument is not allowed.
     """
     query, key = checks.query_key(q, k)
-    checks.self_attention("sol_scores", query, key)
-    checks.one_of("thresh_type", thresh_type, THRESHOLD_TYPES)
+    kind, sink, factor = _check_routing(
+        query,
+        key,
+        thresh_type,
+        sink_start=sink_start,
+        sink_tokens=sink_tokens,
+        scale=scale,
+        block=block,
+    )
+    k_mean = block_mean(key, block).to(key.dtype)
+    z, mean, std = score_statistics(block_mean(query, block), k_mean, kind, factor)
+    always = _always_exact(query, sink, block)
+    return BlockScores(z.float(), mean.float(), std.float(), always, sink, kind)
+
+
+def _check_routing(
+    q: Tensor,
+    k: Tensor,
+    thresh_type: object,
+    *,
+    sink_start: int | None,
+    sink_tokens: int,
+    scale: object,
+    block: int = BLOCK,
+) -> tuple[str, tuple[int, int], float]:
+    """Threshold type, sink blocks and host scale of a checked routing call."""
+    checks.self_attention("sol_scores", q, k)
+    kind = checks.one_of("thresh_type", thresh_type, THRESHOLD_TYPES)
     checks.integer("block", block, minimum=1)
     sink = sink_blocks(q.shape[1], sink_start=sink_start, sink_tokens=sink_tokens, block=block)
-    factor = _host_scale(scale, query)
-    k_mean = block_mean(key, block).to(key.dtype)
-    z, mean, std = score_statistics(block_mean(query, block), k_mean, thresh_type, factor)
-    always = _always_exact(query, sink, block)
-    return BlockScores(z.float(), mean.float(), std.float(), always, sink, thresh_type)
+    return kind, sink, _host_scale(scale, q)
 
 
 def sol_route(q: Tensor, k: Tensor, *, tau: float = 1.0, **settings: Any) -> BlockRoute:
@@ -212,18 +234,41 @@ def sol_attention(
     query, key, value = checks.query_key_value(q, k, v)
     registry.check_name(impl)
     checks.flag("return_trace", return_trace)
-    route = sol_route(
-        query,
-        key,
-        tau=tau,
-        thresh_type=thresh_type,
-        sink_start=sink_start,
-        sink_tokens=sink_tokens,
-        scale=scale,
+    routing = {
+        "thresh_type": thresh_type,
+        "sink_start": sink_start,
+        "sink_tokens": sink_tokens,
+        "scale": scale,
+    }
+    plan = _plan(query, key, value, tau, impl, **routing)
+    problem = make_problem(
+        query, key, value, route=plan.route, tail=plan.tail, scale=scale, want_trace=return_trace
     )
-    tail = BlockSummary.of(key, value)
-    return attend(
-        query, key, value, route, tail=tail, scale=scale, impl=impl, return_trace=return_trace
+    return run(replace(problem, lists=plan.lists), impl)
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, tau: float, impl: str, *, thresh_type: str, **routing: Any
+) -> Plan:
+    """Route and summaries, by the GPU's kernels where the call will run on them."""
+    call = make_problem(q, k, v)
+    if impl not in ("auto", "triton") or triton.obstacles(call):
+        route = sol_route(q, k, tau=tau, thresh_type=thresh_type, **routing)
+        return Plan(route, BlockSummary.of(k, v))
+    from blockattn.impl.triton import plan
+
+    number = checks.finite_number("tau", tau)
+    kind, sink, scale = _check_routing(q, k, thresh_type, **routing)
+    return plan.plan(
+        q,
+        k,
+        v,
+        tau=number,
+        unit=scale * LOG2_E,
+        floor=VARIANCE_FLOOR,
+        sink=sink,
+        band=BAND,
+        exact=kind == "exact",
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from blockattn import checks
 from blockattn.errors import Reason, UnsupportedError
-from blockattn.impl import eager, reference
+from blockattn.impl import eager, reference, triton
 from blockattn.problem import Problem, Result
 
 
@@ -40,6 +40,7 @@ class Implementation:
 
 
 _FASTEST_FIRST = (
+    Implementation("triton", triton.SUMMARY, triton.obstacles, triton.run),
     Implementation("eager", eager.SUMMARY, eager.obstacles, eager.run),
     Implementation(
         "reference", reference.SUMMARY, reference.obstacles, reference.run, rounds_p=True
@@ -62,6 +63,13 @@ def check_name(impl: object) -> str:
     return checks.one_of("impl", impl, ("auto", *names()))
 
 
+def _order(problem: Problem) -> tuple[Implementation, ...]:
+    """Fastest first; a plain dense call is fastest in torch's own attention, which eager calls."""
+    if problem.algorithm == "dense" and problem.block_lengths is None:
+        return tuple(sorted(_FASTEST_FIRST, key=lambda item: item.name == "triton"))
+    return _FASTEST_FIRST
+
+
 def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[Reason, ...]]:
     """The implementation for a call and the reasons against each faster one.
 
@@ -70,7 +78,7 @@ def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[
     """
     check_name(impl)
     against: list[Reason] = []
-    for item in _FASTEST_FIRST:
+    for item in _order(problem):
         if impl not in ("auto", item.name):
             continue
         found = [Reason(item.name, text) for text in item.obstacles(problem)]

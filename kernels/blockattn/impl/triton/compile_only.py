@@ -1,0 +1,146 @@
+"""Compiles the kernels for a GPU that is not there and reads what the binary needs.
+
+No driver is used: Triton's compiler and the disassembler in its wheel are enough. It says that a
+kernel builds, how many registers and bytes of shared memory it takes, and whether anything spills;
+it says nothing about the numbers that the kernel computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from blockattn.impl.triton import attention, launch, prepare, select
+
+INTEGERS_64 = re.compile(r"stride|lines")
+FLOATS = {"scale", "scale_output", "limit", "tau", "unit", "floor"}
+FLOAT_POINTERS = {
+    "lse_ptr", "partial_ptr", "partial_lse_ptr", "scale_ptr", "scale_output_ptr",
+    "q_mean_ptr", "center_ptr", "variance_ptr", "z_ptr", "mean_ptr", "std_ptr",
+    "center", "variance", "q_mean",
+}  # fmt: skip
+ELEMENT_POINTERS = {"out_ptr", "q", "k", "v", "k_mean", "v_sum", "k_mean_ptr"}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one binary needs.
+
+    Attributes:
+        registers: per thread.
+        local, stack: bytes per thread in memory, where registers spill to.
+        shared: bytes per program.
+        instructions: how often each kind occurs in the PTX.
+    """
+
+    registers: int
+    local: int
+    stack: int
+    shared: int
+    instructions: dict[str, int]
+
+
+def compile_attention(
+    capability: int, *, head_dim: int = 128, element: str = "bf16", **flags: bool
+) -> Resources:
+    """One variant of the attention kernel; ``flags`` are its upper-case switches, default off."""
+    plain = not any(flags.get(name) for name in ("ROUTED", "SKIP", "LENGTHS"))
+    config = launch.configuration(divmod(capability, 10), plain=plain)
+    descriptors = capability >= 90
+    constants = dict.fromkeys(_switches(attention.attention), False) | flags
+    constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "D": head_dim}
+    constants |= {"TMA": descriptors, "STAGES": config.stages}
+    tiles = {"q_src": config.rows, "k_src": config.columns, "v_src": config.columns}
+
+    def source(name: str) -> str:
+        block = f"[1, {tiles.get(name, 64)}, 1, {head_dim}]"
+        return f"tensordesc<{element}{block}>" if descriptors else f"*{element}"
+
+    return _compile(attention.attention, capability, constants, config.warps, element, source)
+
+
+def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16") -> Resources:
+    """The kernel that merges the shares of a split call."""
+    constants = {"ROWS": 64, "D": head_dim, "LSE": True, "SCALE_OUTPUT_PTR": False}
+    return _compile(attention.combine, capability, constants, 4, element)
+
+
+def compile_preparation(
+    capability: int, head_dim: int = 128, element: str = "bf16", exact: bool = False
+) -> dict[str, Resources]:
+    """Summaries, moments and routing, by kernel."""
+    made = {}
+    constants: dict[str, Any] = {"L": 64, "D": head_dim}
+    made["summarise"] = _compile(prepare._summarise, capability, constants, 4, element)
+    constants = {"D": head_dim, "CHANNELS": prepare.CHANNELS, "ROWS": 64}
+    made["moments"] = _compile(prepare._moments, capability, constants, 4, element)
+    constants = dict.fromkeys(_switches(select._select), True)
+    constants |= {"D": head_dim, "EXACT": exact, "BAND": 1}
+    constants |= {"ROWS": select.ROWS, "COLUMNS": select.COLUMNS, "DEPTH": select.DEPTH}
+    made["select"] = _compile(select._select, capability, constants, select.WARPS, element)
+    return made
+
+
+def _switches(kernel: Any) -> list[str]:
+    return [name for name in inspect.signature(kernel.fn).parameters if name.isupper()]
+
+
+def _compile(
+    kernel: Any, capability: int, constants: dict, warps: int, element: str, source: Any = None
+) -> Resources:
+    names = list(inspect.signature(kernel.fn).parameters)
+    kinds = {name: _kind(name, element, source) for name in names}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if kinds[name].startswith("*") or "stride" in name
+    }
+    built = triton.compile(
+        ASTSource(kernel, signature=kinds, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+    return _resources(built)
+
+
+def _kind(name: str, element: str, source: Any) -> str:
+    """Triton's type of an argument, from its name."""
+    if name.endswith("_src"):
+        return source(name)
+    if name in ELEMENT_POINTERS:
+        return f"*{element}"
+    if name in FLOAT_POINTERS:
+        return "*fp32"
+    if name in FLOATS:
+        return "fp32"
+    if name == "drop_ptr":
+        return "*i8"
+    if name.endswith("_ptr"):
+        return "*i32"
+    return "i64" if INTEGERS_64.search(name) else "i32"
+
+
+def _resources(built: Any) -> Resources:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [str(tools / "cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
+    ptx = built.asm["ptx"]
+    kinds = {"wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma", "tma": "cp.async.bulk.tensor"}
+    counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}
+    return Resources(
+        numbers["REG"], numbers["LOCAL"], numbers["STACK"], built.metadata.shared, counts
+    )

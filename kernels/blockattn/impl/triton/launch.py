@@ -1,0 +1,169 @@
+"""Host side of the attention kernels: configuration, buffers, one launch (or two)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from blockattn.impl.triton import attention as kernels
+from blockattn.layout import num_blocks
+from blockattn.problem import BlockSummary, Problem, Result
+from blockattn.route import BlockRoute
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile and pipeline of one launch; fixed per kind of call, never retuned per length."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def configure(problem: Problem) -> Config:
+    """The configuration of a call on the GPU its tensors are on."""
+    device = problem.q.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    plain = problem.algorithm == "dense" and problem.block_lengths is None
+    return configuration(capability, plain=plain)
+
+
+def configuration(capability: tuple[int, int], *, plain: bool) -> Config:
+    """The configuration of an architecture; ``plain`` is dense attention, without a skip vote."""
+    if capability[0] not in (9, 10):  # 99 kB of shared memory, products in registers
+        return Config(rows=64, columns=64, warps=8, stages=2)
+    if plain:
+        return Config(rows=128, columns=128, warps=8, stages=3)
+    return Config(rows=64, columns=64, warps=4, stages=3)
+
+
+def run(problem: Problem) -> Result:
+    """Launches the kernels; nothing is read back from the device."""
+    batch, queries, heads, _ = problem.q.shape
+    out = torch.empty_like(problem.q, memory_format=torch.contiguous_format)
+    lse = None
+    if problem.want_trace:
+        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
+    config = configure(problem)
+    tiles = num_blocks(queries, config.rows), num_blocks(problem.k.shape[1], config.columns)
+    dropped = None
+    if problem.skip_threshold is not None:
+        dropped = torch.zeros(batch, heads, *tiles, dtype=torch.int8, device=out.device)
+    if out.numel():
+        _launch(problem, config, out, lse, dropped)
+    if dropped is None:
+        return Result(out, lse)
+    skipped = BlockRoute.from_dense(
+        dropped != 0, block=(config.rows, config.columns), seqlens=problem.seqlens
+    )
+    return Result(out, lse, skipped)
+
+
+def split_count(problem: Problem, tiles: int) -> int:
+    """Shares of the keys per query tile: enough programs to fill the GPU, at most 8."""
+    if problem.skip_threshold is not None or problem.q.device.type != "cuda":
+        return 1
+    programs = tiles * problem.q.shape[2] * problem.q.shape[0]
+    wanted = torch.cuda.get_device_properties(problem.q.device).multi_processor_count * 2
+    return max(1, min(8, wanted // programs, num_blocks(problem.k.shape[1], 1024)))
+
+
+def _launch(
+    problem: Problem, config: Config, out: Tensor, lse: Tensor | None, dropped: Tensor | None
+) -> None:
+    batch, queries, heads, dim = problem.q.shape
+    keys, key_heads = problem.k.shape[1], problem.k.shape[2]
+    tiles = num_blocks(queries, config.rows)
+    splits = split_count(problem, tiles)
+    lines = batch * heads * queries
+    partial = partial_lse = None
+    if splits > 1:
+        partial = torch.empty(splits, lines, dim, dtype=torch.float32, device=out.device)
+        partial_lse = torch.empty(splits, lines, dtype=torch.float32, device=out.device)
+    tma = _descriptors_fit(problem)
+    route, tail, none = problem.route, problem.tail, problem.q
+    index, count = (none, none) if route is None else problem.lists or route.lists()
+    scale, scale_ptr = _scale(problem.scale, none)
+    scale_output, scale_output_ptr = _scale(problem.scale_output, none)
+    limit = -math.inf
+    if problem.skip_threshold:
+        limit = math.log2(problem.skip_threshold)
+    kernel: Any = kernels.attention
+    kernel[(tiles, heads, batch * splits)](
+        _source(problem.q, config.rows, tma), _source(problem.k, config.columns, tma),
+        _source(problem.v, config.columns, tma), out,
+        partial_lse if partial_lse is not None else (lse if lse is not None else none),
+        partial if partial is not None else none,
+        index, count, route.words if route is not None else none,
+        *_tail_sources(tail, tma, none),
+        problem.block_lengths if problem.block_lengths is not None else none,
+        dropped if dropped is not None else none,
+        scale_ptr, scale, scale_output_ptr, scale_output, limit,
+        *problem.q.stride()[:3], *problem.k.stride()[:3], *problem.v.stride()[:3],
+        *out.stride()[:3],
+        queries, keys, heads, key_heads, tiles, num_blocks(keys, config.columns),
+        route.words.shape[3] if route is not None else 0, splits, lines,
+        ROWS=config.rows, COLUMNS=config.columns, D=dim, TMA=tma,
+        ROUTED=route is not None, TAIL=tail is not None,
+        LENGTHS=problem.block_lengths is not None, CAUSAL=problem.causal,
+        SKIP=problem.skip_threshold is not None, LSE=lse is not None, SPLIT=splits > 1,
+        RAGGED=keys % config.columns != 0,
+        SCALE_PTR=isinstance(problem.scale, Tensor),
+        SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor),
+        STAGES=config.stages, num_warps=config.warps,
+    )  # fmt: skip
+    if partial is None:
+        return
+    kernel = kernels.combine
+    kernel[(num_blocks(queries, 64), heads, batch)](
+        partial, partial_lse, out, lse if lse is not None else none, scale_output_ptr, scale_output,
+        *out.stride()[:3], queries, heads, lines, splits,
+        ROWS=64, D=dim, LSE=lse is not None,
+        SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor), num_warps=4,
+    )  # fmt: skip
+
+
+def _tail_sources(tail: BlockSummary | None, tma: bool, unused: Tensor) -> tuple:
+    if tail is None:
+        return unused, unused, unused
+    means, sums = tail.k_mean.contiguous(), tail.v_sum.contiguous()
+    return _source(means, 64, tma), _source(sums, 64, tma), tail.lengths
+
+
+def _scale(value: float | Tensor, unused: Tensor) -> tuple[float, Tensor]:
+    """A scale as (number, pointer); the kernel reads the pointer only when there is a tensor."""
+    return (1.0, value) if isinstance(value, Tensor) else (float(value), unused)
+
+
+def _descriptors_fit(problem: Problem) -> bool:
+    """q, k and v can be read through the tensor memory accelerator (or its interpreter)."""
+    if problem.q.device.type == "cuda" and torch.cuda.get_device_capability(problem.q.device) < (
+        9,
+        0,
+    ):
+        return False
+    return all(_descriptor_fits(x) for x in (problem.q, problem.k, problem.v))
+
+
+def _descriptor_fits(x: Tensor) -> bool:
+    """16-byte alignment of the base and of every stride that is used."""
+    unit = 16 // x.element_size()
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3]) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in strides)
+
+
+def _source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
+    if not tma:
+        return x
+    dense = (x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[3])
+    # The stride of an axis of one is never used, but has to be a legal one.
+    strides = [
+        stride if size > 1 else usual for stride, size, usual in zip(x.stride(), x.shape, dense)
+    ]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, x.shape[3]])

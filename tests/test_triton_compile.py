@@ -1,0 +1,59 @@
+"""Every Triton kernel builds for GPUs that are not here, without spilling a register.
+
+Compilation runs in a process of its own: the interpreter, which the other tests use, and the
+compiler exclude each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton (Linux)")
+
+SCRIPT = """
+import dataclasses, json, sys
+from blockattn.impl.triton import compile_only as c
+capability = int(sys.argv[1])
+variants = {
+    "dense": dict(LSE=True, RAGGED=True),
+    "causal": dict(CAUSAL=True, RAGGED=True),
+    "sol": dict(ROUTED=True, TAIL=True, RAGGED=True, LSE=True),
+    "sol split": dict(ROUTED=True, TAIL=True, SPLIT=True, RAGGED=True),
+    "mask": dict(ROUTED=True, SCALE_PTR=True, SCALE_OUTPUT_PTR=True),
+    "padded": dict(ROUTED=True, LENGTHS=True),
+    "skip": dict(SKIP=True, LSE=True, RAGGED=True),
+}
+found = {name: c.compile_attention(capability, **flags) for name, flags in variants.items()}
+found |= {f"{name} D=64": c.compile_attention(capability, head_dim=64, **variants[name])
+          for name in ("dense", "sol")}
+found["sol fp16"] = c.compile_attention(capability, element="fp16", **variants["sol"])
+found["combine"] = c.compile_combine(capability)
+for exact in (False, True):
+    for name, item in c.compile_preparation(capability, exact=exact).items():
+        found[f"{name} exact={exact}"] = item
+print(json.dumps({name: dataclasses.asdict(item) for name, item in found.items()}))
+"""
+SHARED_MEMORY = {90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
+MATRIX_UNITS = {90: "wgmma", 100: "tcgen05", 103: "tcgen05"}
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_every_kernel_builds_without_spills(capability):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", SCRIPT, str(capability)]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    found = json.loads(made.stdout)
+    spilling = {name: item for name, item in found.items() if item["local"] or item["stack"]}
+    assert not spilling
+    assert max(item["shared"] for item in found.values()) <= SHARED_MEMORY[capability]
+    unit = MATRIX_UNITS.get(capability)
+    if unit is not None:
+        for name in ("dense", "sol", "mask", "skip"):
+            assert found[name]["instructions"][unit] > 0, name
+            assert found[name]["instructions"]["tma"] > 0, name

@@ -1,0 +1,303 @@
+"""The Triton kernels against the reference: in the interpreter without a GPU, compiled with one.
+
+The interpreter computes bfloat16 on bit patterns, so without a GPU the inputs are float16; the
+kernels are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockattn import BlockRoute, BlockSummary, attend, sol_attention, sol_scores
+from blockattn.impl import reference
+from blockattn.impl import triton as kernels
+from blockattn.problem import make_problem
+from blockattn.sol import LOG2_E, VARIANCE_FLOOR
+
+triton = pytest.importorskip("triton", reason="needs triton (Linux)")
+from blockattn.impl.triton import launch, prepare, select  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+
+@pytest.fixture(autouse=True)
+def interpreter_may_run_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(kernels, "DEVICES", ("cuda", "cpu"))
+
+
+def make_inputs(tokens=200, heads=2, dim=64, key_heads=None, seed=0, keys=None):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count, width):
+        x = torch.randn(1, count, width, dim, generator=generator)
+        return x.to(DTYPE).to(DEVICE)
+
+    q = draw(tokens, heads)
+    return q, *(draw(keys or tokens, key_heads or heads) for _ in range(2))
+
+
+def random_route(q, k, density=0.4, seed=1):
+    queries, keys = (-(-x.shape[1] // 64) for x in (q, k))
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(1, q.shape[2], queries, keys, generator=generator) < density
+    return BlockRoute.from_dense(mask.to(DEVICE), seqlens=(q.shape[1], k.shape[1]))
+
+
+def in_float64(problem):
+    tail = problem.tail and problem.tail.to(torch.float64)
+    wide = {name: getattr(problem, name).double() for name in "qkv"}
+    return replace(problem, tail=tail, **wide)
+
+
+def assert_follows_reference(problem):
+    """Error at most twice that of plain PyTorch at the inputs' dtype, plus one rounding."""
+    assert kernels.obstacles(problem) == []
+    result = launch.run(problem)
+    truth = reference.run(in_float64(problem))
+    assert torch.isfinite(truth.out).all()
+    plain = plain_error(problem, truth)
+    rounding = torch.finfo(DTYPE).eps * truth.out.abs().max()
+    assert (result.out.double() - truth.out).abs().max() <= 2 * plain + rounding
+    finite = torch.isfinite(truth.lse)
+    assert torch.equal(torch.isfinite(result.lse), finite)
+    assert (result.lse - truth.lse)[finite].abs().max() < 1e-4
+    return result, truth
+
+
+def plain_error(problem, truth):
+    """Largest error of the same mathematics with operands and P rounded to the inputs' dtype."""
+    rounded = reference.run(problem).out
+    p_error = torch.finfo(DTYPE).eps * problem.v.abs().max()
+    return (rounded.double() - truth.out).abs().max() + p_error
+
+
+CASES = {
+    "dense": {},
+    "causal": {"causal": True},
+    "scaled": {"scale": 0.05, "scale_output": 2.0},
+    "skip": {"skip_threshold": 0.6, "skip_tile": (64, 64)},
+    "skip causal": {"skip_threshold": 0.6, "skip_tile": (64, 64), "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tokens", [64, 200])
+def test_the_full_range_agrees_with_the_reference(name, tokens):
+    q, k, v = make_inputs(tokens)
+    result, truth = assert_follows_reference(make_problem(q, k, v, want_trace=True, **CASES[name]))
+    assert result.skipped == truth.skipped
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 65, 129])
+def test_ragged_lengths_agree_with_the_reference(tokens):
+    q, k, v = make_inputs(tokens, heads=1)
+    route = random_route(q, k, density=1.0)
+    for settings in ({}, {"route": route}):
+        assert_follows_reference(make_problem(q, k, v, want_trace=True, **settings))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("with_tail", [False, True])
+def test_a_route_with_and_without_tail_agrees_with_the_reference(dim, with_tail):
+    q, k, v = make_inputs(300, dim=dim)
+    tail = BlockSummary.of(k, v) if with_tail else None
+    problem = make_problem(q, k, v, route=random_route(q, k), tail=tail, want_trace=True)
+    assert_follows_reference(problem)
+
+
+def test_rows_without_keys_are_zero_and_minus_infinity():
+    q, k, v = make_inputs(130)
+    empty = random_route(q, k, density=0.0)
+    result = launch.run(make_problem(q, k, v, route=empty, want_trace=True))
+    assert not result.out.any()
+    assert result.lse is not None
+    assert (result.lse == -torch.inf).all()
+
+
+def test_grouped_queries_share_their_key_head():
+    q, k, v = make_inputs(200, heads=4, key_heads=2)
+    route = random_route(q, k)
+    tail = BlockSummary.of(k, v)
+    assert_follows_reference(make_problem(q, k, v, route=route, tail=tail, want_trace=True))
+
+
+def test_cross_attention_is_served_dense():
+    q, k, v = make_inputs(70, keys=200)
+    assert_follows_reference(make_problem(q, k, v, want_trace=True))
+
+
+@pytest.mark.parametrize("shares", [2, 4])
+@pytest.mark.parametrize("routed", [False, True])
+def test_split_keys_give_the_same_result(monkeypatch, shares, routed):
+    monkeypatch.setattr(launch, "split_count", lambda problem, tiles: shares)
+    q, k, v = make_inputs(200)
+    route = random_route(q, k, density=0.3) if routed else None
+    tail = BlockSummary.of(k, v) if routed else None
+    assert_follows_reference(make_problem(q, k, v, route=route, tail=tail, want_trace=True))
+
+
+def test_scales_on_the_device_equal_scales_on_the_host():
+    q, k, v = make_inputs(100, heads=1)
+    host = launch.run(make_problem(q, k, v, scale=0.0625, scale_output=0.5)).out
+    tensors = {"scale": 0.0625, "scale_output": 0.5}
+    tensors = {name: torch.tensor([value], device=DEVICE) for name, value in tensors.items()}
+    assert torch.equal(launch.run(make_problem(q, k, v, **tensors)).out, host)
+
+
+def test_nan_in_padded_and_unrouted_keys_does_not_leak():
+    q, k, v = make_inputs(192, heads=1)
+    lengths = torch.tensor([64, 10, 0], dtype=torch.int32, device=DEVICE)
+    clean = launch.run(make_problem(q, k, v, block_lengths=lengths)).out
+    for x in (k, v):
+        x[:, 74:] = torch.nan
+    assert torch.equal(launch.run(make_problem(q, k, v, block_lengths=lengths)).out, clean)
+    only_first = torch.zeros(1, 1, 3, 3, dtype=torch.bool, device=DEVICE)
+    only_first[..., 0] = True
+    route = BlockRoute.from_dense(only_first, seqlens=(192, 192))
+    assert torch.isfinite(launch.run(make_problem(q, k, v, route=route)).out).all()
+
+
+def test_strided_inputs_equal_contiguous_ones_and_stay_unchanged():
+    tokens, heads, dim = 130, 2, 64
+    packed = make_inputs(tokens, heads=3 * heads, dim=dim)[0].reshape(1, tokens, 3, heads, dim)
+    views = list(packed.unbind(2))
+    before = packed.clone()
+    strided = launch.run(make_problem(*views)).out
+    assert torch.equal(strided, launch.run(make_problem(*(x.contiguous() for x in views))).out)
+    misaligned = [
+        torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape) for x in views
+    ]
+    for target, x in zip(misaligned, views):
+        target.copy_(x)
+    assert torch.equal(launch.run(make_problem(*misaligned)).out, strided)
+    assert torch.equal(packed, before)
+
+
+def test_repeats_are_bitwise_equal():
+    q, k, v = make_inputs(130, heads=1)
+    problem = make_problem(q, k, v, route=random_route(q, k), tail=BlockSummary.of(k, v))
+    first = launch.run(problem).out
+    for _ in range(100 if DEVICE == "cuda" else 3):
+        assert torch.equal(launch.run(problem).out, first)
+
+
+@pytest.mark.parametrize("thresh_type", ["diag", "exact"])
+@pytest.mark.parametrize("tokens", [64, 650, 4225])
+def test_the_gpu_route_equals_the_defined_one(thresh_type, tokens):
+    q, k, v = make_inputs(tokens, heads=2, key_heads=1)
+    scores = sol_scores(q, k, thresh_type=thresh_type, sink_tokens=min(tokens, 70))
+    selection, k_mean, v_sum = plan(q, k, v, scores, tau=0.8)
+    assert torch.equal(k_mean, BlockSummary.of(k, v).k_mean)
+    assert torch.equal(v_sum, BlockSummary.of(k, v).v_sum)
+    defined = scores.route(0.8)
+    near = (scores.z - 0.8).abs() * scores.std[..., None]
+    doubtful = near <= 1e-4 * scores.threshold(0.8).abs().clamp(min=1)[..., None]
+    route = BlockRoute(selection.words, (64, 64), (tokens, tokens))
+    assert not ((route.dense() != defined.dense()) & ~doubtful).any()
+    torch.testing.assert_close(selection.z, scores.z, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(selection.mean, scores.mean, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(selection.std, scores.std, atol=1e-4, rtol=1e-4)
+    assert_lists_spell_the_route(selection, route)
+
+
+def plan(q, k, v, scores, tau):
+    q_mean, k_mean, v_sum = prepare.summarise(q, k, v, 64)
+    selection = select.select(
+        q_mean,
+        k_mean,
+        *prepare.moments(k_mean),
+        tau=tau,
+        unit=q.shape[3] ** -0.5 * LOG2_E,
+        floor=VARIANCE_FLOOR,
+        sink=scores.sink,
+        band=1,
+        exact=scores.thresh_type == "exact",
+        pairs=True,
+        scores=True,
+    )
+    return selection, k_mean, v_sum
+
+
+def assert_lists_spell_the_route(selection, route):
+    assert torch.equal(selection.count.long(), route.counts())
+    mask = route.dense()
+    for head, row in [(0, 0), (mask.shape[1] - 1, mask.shape[2] - 1)]:
+        exact = mask[0, head, row].nonzero().flatten()
+        count = int(selection.count[0, head, row])
+        assert torch.equal(selection.index[0, head, row, :count].long(), exact)
+        first = row - row % 2
+        pair = mask[0, head, first : first + 2].int()
+        owners = pair[0] + (2 * pair[1] if len(pair) == 2 else 0)
+        union = owners.nonzero().flatten()
+        count = int(selection.pair_count[0, head, row // 2])
+        assert torch.equal(
+            selection.pairs[0, head, row // 2, :count].long(), union * 4 + owners[union]
+        )
+
+
+def test_equal_key_blocks_are_an_exact_tie():
+    q, k, _ = make_inputs(300, heads=1)
+    k = k[:, :1].expand_as(k).contiguous()
+    scores = sol_scores(q, k)
+    band = scores.always.counts()
+    for tau, whole in ((0.0, False), (0.1, False), (-0.1, True)):
+        selection, *_ = plan(q, k, k, scores, tau)
+        expected = torch.full_like(band, 5) if whole else band
+        assert torch.equal(selection.count.long(), expected)
+
+
+def test_nan_after_the_last_token_is_never_read():
+    q, k, v = make_inputs(100, heads=1)
+    room = [torch.full((1, 128, 1, 64), torch.nan, dtype=DTYPE, device=DEVICE) for _ in range(3)]
+    for target, x in zip(room, (q, k, v)):
+        target[:, :100] = x
+    q_mean, k_mean, v_sum = prepare.summarise(*(x[:, :100] for x in room), 64)
+    assert all(torch.isfinite(x).all() for x in (q_mean, k_mean, v_sum))
+    views = [x[:, :100] for x in room]
+    assert torch.equal(launch.run(make_problem(*views)).out, launch.run(make_problem(q, k, v)).out)
+
+
+def test_obstacles_name_what_is_not_served():
+    q, k, v = make_inputs(64)
+    wide = make_problem(q.float(), k.float(), v.float())
+    assert any("dtype torch.float32" in text for text in kernels.obstacles(wide))
+    narrow = make_problem(*(x[..., :32].contiguous() for x in (q, k, v)))
+    assert any("head dim 32" in text for text in kernels.obstacles(narrow))
+    lagging = make_problem(
+        q, k, v, skip_threshold=0.1, skip_tile=(64, 64), skip_reference="lagging"
+    )
+    assert any("lagging" in text for text in kernels.obstacles(lagging))
+
+
+@pytest.mark.parametrize("thresh_type", ["diag", "exact"])
+def test_sol_attention_plans_and_runs_on_the_kernels(thresh_type):
+    q, k, v = make_inputs(300)
+    settings = {"tau": 0.5, "thresh_type": thresh_type, "sink_tokens": 20, "return_trace": True}
+    out, trace = sol_attention(q, k, v, **settings)
+    assert trace.impl == "triton"
+    truth, expected = sol_attention(q, k, v, **settings, impl="reference")
+    assert trace.route == expected.route
+    assert trace.density < 1
+    torch.testing.assert_close(out, truth, atol=4e-3, rtol=1e-2)
+    torch.testing.assert_close(trace.lse, expected.lse, atol=1e-3, rtol=0)
+
+
+def test_a_plain_dense_call_stays_with_torch_sdpa():
+    q, k, v = make_inputs(64)
+    _, trace = attend(q, k, v, return_trace=True)
+    assert trace.impl == "eager"
+    _, trace = attend(q, k, v, impl="triton", return_trace=True)
+    assert trace.impl == "triton"
+
+
+def test_other_block_sizes_go_to_another_implementation_with_the_reason():
+    q, k, v = make_inputs(128, heads=1)
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool, device=DEVICE)
+    route = BlockRoute.from_dense(mask, block=(32, 32))
+    _, trace = attend(q, k, v, route, return_trace=True)
+    assert trace.impl != "triton"
+    assert any("(32, 32)" in str(reason) for reason in trace.reasons)
