@@ -230,7 +230,7 @@ def test_a_poisoned_query_row_poisons_itself_alone(value, skip_threshold):
 @pytest.mark.parametrize("tile", [(64, 64), (128, 64), (128, 128)])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 def test_route_tail_and_skip_together_equal_an_independent_computation(heads, tile, lagging):
-    q, k, v = uneven(450, heads=heads[0], kv_heads=heads[1], dtype=torch.float64)
+    q, k, v = uneven(450, heads=heads[0], kv_heads=heads[1], strength=24.0, dtype=torch.float64)
     route = random_route(q, k, density=0.6, seed=2, diagonal=True)
     out, trace = reference(
         q, k, v, route, tail=BlockSummary.of(k, v), skip_threshold=0.3, skip_tile=tile,

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from workbench import __version__
+
+if TYPE_CHECKING:
+    from workbench.capture import Capture
 
 app = typer.Typer(
     name="workbench",
@@ -87,6 +91,286 @@ def lab(
 
     path = lab_.working_copy(notebook)
     lab_.open_lab(lab_.lab_argv(path, port=port, browser=browser, extra=tuple(context.args)))
+
+
+@app.command()
+def tune(
+    capture: Annotated[
+        Path | None, typer.Argument(help="A capture (.safetensors); the bundled one by default.")
+    ] = None,
+    algorithm: Annotated[str, typer.Option(help="sol_attn or skip_softmax.")] = "sol_attn",
+    taus: Annotated[
+        str | None, typer.Option(help="sol_attn: low:high:count or a list. [default: 0:3:9]")
+    ] = None,
+    thresholds: Annotated[
+        str | None,
+        typer.Option(help="skip_softmax: lambda in (0, 1], likewise. [default: from the capture]"),
+    ] = None,
+    thresh_type: Annotated[
+        str | None, typer.Option(help="sol_attn: diag or exact. [default: diag]")
+    ] = None,
+    sink_tokens: Annotated[
+        int, typer.Option(help="sol_attn: last tokens that are always exact.")
+    ] = 0,
+    target_density: Annotated[
+        float | None, typer.Option(help="Choose the value with this mean density.")
+    ] = None,
+    target_error: Annotated[
+        float | None, typer.Option(help="Choose the sparsest value with at most this mean error.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers of the capture, such as 0,2-4.")
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Steps of the capture, such as 4,12.")] = None,
+    dense_layers: Annotated[
+        str | None, typer.Option(help="sol_attn: layers that the server keeps dense.")
+    ] = None,
+    disabled_until_timestep: Annotated[
+        float | None, typer.Option(help="The server is dense at or above this denoising time.")
+    ] = None,
+    impl: Annotated[str, typer.Option(help="Implementation; auto takes the fastest.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timings of each setting; 0 takes no time.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder to make. [default: runs/TIME-ALGORITHM]")
+    ] = None,
+) -> None:
+    """Density, true error and time of each setting on a capture; choose one and export it."""
+    from workbench.tune_session import tune_capture
+    from workbench.tune_settings import TuneSettings, knob_values, parse_numbers
+
+    settings = TuneSettings(
+        algorithm=algorithm,
+        values=knob_values(algorithm, taus, thresholds),
+        thresh_type=thresh_type,
+        sink_tokens=sink_tokens,
+        target_density=target_density,
+        target_error=target_error,
+        layers=parse_numbers("--layers", layers),
+        steps=parse_numbers("--steps", steps),
+        dense_layers=parse_numbers("--dense-layers", dense_layers),
+        disabled_until_timestep=disabled_until_timestep,
+        impl=impl,
+        device=device,
+        repeats=repeats,
+    )
+    tune_capture(capture, settings, out=out)
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def train(context: typer.Context) -> None:
+    """Train the tiny video model; options as of python -m workbench.models.train (--help)."""
+    from workbench.models import train as training
+
+    training.main(context.args)
+
+
+@app.command()
+def capture(
+    out: Annotated[Path, typer.Option(help="The capture to make (.safetensors).")],
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights of the model; the bundled ones by default.")
+    ] = None,
+    label: Annotated[str, typer.Option(help="Class of the video, name or index.")] = "disc",
+    seed: Annotated[int, typer.Option(help="Seed of the sampler's noise.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of the sampler.")] = 20,
+    layers: Annotated[str, typer.Option(help="Layers to keep, such as 0,2,4.")] = "1,5",
+    at_steps: Annotated[str, typer.Option(help="Sampler steps to keep, such as 4,12.")] = "2,16",
+    grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,16,16",
+    guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 = none.")] = 2.0,
+    limit_mb: Annotated[int, typer.Option(help="Refuse a larger file (MiB).")] = 1024,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    """Sample a video with the tiny model and record q, k, v of chosen layers and steps.
+
+    The defaults are those of the bundled capture.
+    """
+    from workbench.devices import choose_device
+    from workbench.models import load_model
+    from workbench.recorder import SamplingPlan, record_sampling
+
+    model = load_model(weights, device=choose_device(device))
+    plan = SamplingPlan(
+        layers=_integers("layers", layers),
+        at_steps=_integers("at_steps", at_steps),
+        label=int(label) if label.isdecimal() else label,
+        grid=_grid(grid),
+        steps=steps,
+        seed=seed,
+        guidance=guidance,
+    )
+    typer.echo(f"{out}: will take {plan.spec(model).total_bytes:,} bytes")
+    made = record_sampling(model, plan, out, limit_bytes=limit_mb * 2**20, progress=_terminal())
+    _say_made(made)
+
+
+@app.command()
+def sample(
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(help="A configuration in VisualGen's schema; may be given several times."),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="dense, sol_attn, skip_softmax, vsa or quant. [default: all of them]"),
+    ] = None,
+    tau: Annotated[float | None, typer.Option(help="sol_attn. [default: 1]")] = None,
+    threshold_scale_factor: Annotated[
+        float | None, typer.Option(help="skip_softmax: lambda * Sk. [default: 400]")
+    ] = None,
+    sparsity: Annotated[
+        float | None, typer.Option(help="vsa: share of cubes dropped. [default: 0.875]")
+    ] = None,
+    qk_dtype: Annotated[
+        str | None,
+        typer.Option(help="mxfp8, nvfp4 or bf16, over FP8 values; also joins skip_softmax."),
+    ] = None,
+    cutoff: Annotated[
+        float | None, typer.Option(help="Dense while the denoising time is at or above it.")
+    ] = None,
+    dense_layers: Annotated[
+        str | None, typer.Option(help="sol_attn: layers that stay dense, such as 0,2-4.")
+    ] = None,
+    label: Annotated[str, typer.Option(help="Class of the video, name or index.")] = "disc",
+    seed: Annotated[str, typer.Option(help="Seed of the noise; several such as 0,1,2.")] = "4",
+    steps: Annotated[int, typer.Option(help="Steps of the sampler.")] = 8,
+    grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,16,16",
+    guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 = none.")] = 1.0,
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights of the model; the bundled ones by default.")
+    ] = None,
+    vsa_weights: Annotated[
+        Path | None, typer.Option(help="Weights fine-tuned with VSA. [default: bundled, if any]")
+    ] = None,
+    impl: Annotated[str, typer.Option(help="Implementation of sparse calls.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder to make. [default: runs/TIME-sample]")
+    ] = None,
+) -> None:
+    """Sample one video with every mechanism and compare it with dense, and dense with itself.
+
+    All runs start from the same noise. A second exact implementation of dense attention is always
+    among them: what it differs from the first is rounding, the floor under every verdict.
+    """
+    from workbench.sample import SampleSettings
+    from workbench.sample_session import sample_variants
+    from workbench.tune_settings import parse_numbers
+    from workbench.variants import Knobs
+
+    knobs = Knobs(
+        algorithm=algorithm,
+        tau=tau,
+        threshold_scale_factor=threshold_scale_factor,
+        sparsity=sparsity,
+        qk_dtype=qk_dtype,
+        cutoff=cutoff,
+        dense_layers=parse_numbers("--dense-layers", dense_layers),
+    )
+    settings = SampleSettings(
+        label=int(label) if label.isdecimal() else label,
+        seeds=_integers("seed", seed),
+        grid=_grid(grid),
+        steps=steps,
+        guidance=guidance,
+        impl=impl,
+    )
+    sample_variants(
+        knobs,
+        settings,
+        configs=config or (),
+        weights=weights,
+        vsa_weights=vsa_weights,
+        device=device,
+        out=out,
+    )
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Option(help="The capture to make (.safetensors).")],
+    grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,16,16",
+    heads: Annotated[int, typer.Option(help="Heads.")] = 2,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of the fields.")] = 0,
+    smoothness: Annotated[float, typer.Option(help="Correlation length in tokens.")] = 3.0,
+    noise: Annotated[float, typer.Option(help="Noise on fields of deviation 1.")] = 0.5,
+    order: Annotated[str, typer.Option(help="Token order: raster, tile or morton.")] = "raster",
+    limit_mb: Annotated[int, typer.Option(help="Refuse a larger file (MiB).")] = 1024,
+) -> None:
+    """Write a synthetic capture of any size: smooth fields plus noise, no model behind it."""
+    from blockattn import TokenGrid
+    from workbench.synthetic import SyntheticPlan, write_synthetic
+
+    plan = SyntheticPlan(
+        TokenGrid(_grid(grid), order=order),
+        heads=heads,
+        head_dim=head_dim,
+        seed=seed,
+        smoothness=smoothness,
+        noise=noise,
+    )
+    typer.echo(f"{out}: will take {plan.spec().total_bytes:,} bytes")
+    _say_made(write_synthetic(out, plan, limit_bytes=limit_mb * 2**20))
+
+
+bench = typer.Typer(help="Measure what the project claims about speed.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def cpu(
+    rows: Annotated[str, typer.Option(help="Rows of the table of targets.")] = "10,11,12,15",
+    grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,32,32",
+    repeats: Annotated[int, typer.Option(help="Interleaved repeats behind each median.")] = 9,
+    json: Annotated[Path | None, typer.Option(help="Also write the report here.")] = None,
+) -> None:
+    """Measure the rows of the table of targets that a CPU can show; checks the results first."""
+    from workbench import bench as bench_
+
+    found = bench_.bench_cpu(
+        _integers("rows", rows),
+        grid=_grid(grid),
+        repeats=repeats,
+        say=lambda text: typer.echo(text, err=True),
+    )
+    made = bench_.report(found, sys.argv)
+    bench_.show(found, made)
+    if json is not None:
+        bench_.save(made, json)
+
+
+def _say_made(made: Capture) -> None:
+    pairs = ", ".join(f"({layer}, {step})" for layer, step in made.entries)
+    typer.echo(f"{made.path}: wrote {made.path.stat().st_size:,} bytes, {made.title}")
+    typer.echo(f"(layer, step): {pairs}; sha256 {made.checksum}")
+
+
+def _integers(name: str, text: str) -> tuple[int, ...]:
+    """`0,2,4` -> (0, 2, 4)."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--{name.replace('_', '-')} {text}: expected integers such as 0,2,4")
+    return tuple(int(part) for part in parts)
+
+
+def _grid(text: str) -> tuple[int, int, int]:
+    """`8,16,16` -> (8, 16, 16)."""
+    axes = _integers("grid", text)
+    if len(axes) != 3:
+        raise ValueError(f"--grid {text}: expected three sizes t,h,w such as 8,16,16")
+    return axes
+
+
+def _terminal() -> bool:
+    """Whether a progress bar has somebody to look at it."""
+    return sys.stderr.isatty()
 
 
 def main() -> None:
