@@ -1,0 +1,203 @@
+"""The serving configuration: strict fields, rules of each algorithm, YAML that reads back equal."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from blockattn.sol import THRESHOLD_TYPES
+from workbench.config import (
+    AttentionConfig,
+    SkipSoftmaxConfig,
+    SolAttnConfig,
+    VisualGenConfig,
+    dump_config,
+    load_config,
+    parse_layers,
+)
+
+
+def visual_gen(sparse: str, backend: str = "CUTEDSL") -> str:
+    return f"attention_config:\n  backend: {backend}\n  sparse_attention_config: {{{sparse}}}\n"
+
+
+def wrapped(sparse: SolAttnConfig | SkipSoftmaxConfig) -> VisualGenConfig:
+    attention = AttentionConfig(backend="CUTEDSL", sparse_attention_config=sparse)
+    return VisualGenConfig(attention_config=attention)
+
+
+def test_the_file_of_the_servers_own_documentation_is_read():
+    text = """
+attention_config:
+  backend: CUTEDSL
+  sparse_attention_config:
+    algorithm: sol_attn
+    tau: 2.0
+    thresh_type: diag
+    disabled_until_timestep: 0.9090
+    dense_layers: "0"
+"""
+    sparse = load_config(text).attention_config.sparse_attention_config
+    assert sparse == SolAttnConfig(tau=2.0, disabled_until_timestep=0.909, dense_layers=(0,))
+
+
+def test_the_written_file_has_exactly_the_fields_of_the_schema():
+    text = dump_config(wrapped(SolAttnConfig(tau=1.5, dense_layers=(3, 1))))
+    assert text == (
+        "attention_config:\n  backend: CUTEDSL\n  sparse_attention_config:\n"
+        "    algorithm: sol_attn\n    tau: 1.5\n    thresh_type: diag\n"
+        "    disabled_until_timestep: null\n    dense_layers:\n    - 1\n    - 3\n"
+    )
+
+
+sol_configs = st.builds(
+    SolAttnConfig,
+    tau=st.floats(-1e4, 1e4),
+    thresh_type=st.sampled_from(["diag", "exact"]),
+    disabled_until_timestep=st.none() | st.floats(0, 1, exclude_min=True),
+    dense_layers=st.none() | st.lists(st.integers(0, 99)).map(tuple),
+)
+skip_configs = st.builds(
+    SkipSoftmaxConfig,
+    threshold_scale_factor=st.none() | st.floats(0, 1e6),
+    target_sparsity=st.none() | st.floats(0, 1),
+    disabled_until_timestep=st.none() | st.floats(0.001, 1),
+)
+
+
+@given(sol_configs | skip_configs)
+def test_every_configuration_reads_back_equal(sparse: SolAttnConfig | SkipSoftmaxConfig):
+    assert load_config(dump_config(wrapped(sparse))) == wrapped(sparse)
+
+
+def test_what_is_not_attention_is_kept(tmp_path: Path):
+    path = tmp_path / "server.yaml"
+    path.write_text("model: wan\nparallel: {size: 2}\n" + visual_gen("algorithm: sol_attn"))
+    config = load_config(path)
+    again = load_config(dump_config(config))
+    assert again == config
+    assert again.model_dump()["parallel"] == {"size": 2}
+
+
+def test_threshold_types_are_those_of_the_kernels():
+    for name in THRESHOLD_TYPES:
+        assert SolAttnConfig.model_validate({"thresh_type": name}).thresh_type == name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("algorithm: sol_attn, disabled_untill: 1", "did you mean 'disabled_until_timestep'"),
+        ("algorithm: sol_attn, dense_steps: 10", "use disabled_until_timestep"),
+        ("algorithm: sol_attn, kv_splits: 2", "kernel's own choice"),
+        ("algorithm: sol_attn, tau: true", r"tau=True: expected a number, got bool"),
+        ("algorithm: sol_attn, tau: 1e-3", r"tau='1e-3': expected a number, got str.*1\.0e-3"),
+        ("algorithm: sol_attn, tau: .nan", "tau=nan: must be finite"),
+        ("algorithm: sol_attn, tau: .inf", "tau=inf: must be finite"),
+        ("algorithm: sol_attn, tau: 1.0e+39", "must be a float32 number"),
+        ("algorithm: sol_attn, thresh_type: mean", "thresh_type='mean'.*'diag' or 'exact'"),
+        ("algorithm: sol_attn, disabled_until_timestep: 0", r"must be in \(0, 1\]"),
+        ("algorithm: sol_attn, disabled_until_timestep: 1.01", r"must be in \(0, 1\]"),
+        ("algorithm: sol_attn, dense_layers: [1, -2]", "item 2 is -2"),
+        ("algorithm: sol_attn, dense_layers: [true]", "item 1 is True"),
+        ("algorithm: sol_attn, dense_layers: [1.5]", r"item 1 is 1\.5"),
+        ("algorithm: sol_attn, dense_layers: 3", "expected a list of layer numbers"),
+        ("algorithm: skip_softmax, threshold_scale_factor: -1", "must be at least 0"),
+        ("algorithm: skip_softmax, threshold_scale_factor: .nan", "must be finite"),
+        ("algorithm: skip_softmax, target_sparsity: 1.2", r"must be in \[0, 1\]"),
+        ("algorithm: skip_softmax, target_sparsity: true", "got bool"),
+        ("algorithm: skip_softmax, target_sparsity: {prefill: 1}", "got a mapping"),
+        ("algorithm: skip_softmax, disabled_until_timestep: 2", r"must be in \[0, 1\]"),
+        ("algorithm: skip_softmax, coefficients: {a: 1}", "belongs to the checkpoint"),
+        ("algorithm: skip_softmax, formula: a", "belongs to the checkpoint"),
+        ("algorithm: skip_softmax, ignore: []", "belongs to the checkpoint"),
+        ("algorithm: skip_softmax, config_groups: {}", "belongs to the checkpoint"),
+        ("algorithm: skip_softmax, tau: 1", "unknown field 'tau'"),
+        ("algorithm: sol", "algorithm='sol': must be one of sol_attn, skip_softmax"),
+        ("tau: 1", "algorithm=None: must be one of"),
+    ],
+)
+def test_a_fault_names_its_field_and_what_is_allowed(text: str, message: str):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(visual_gen(text))
+    assert "attention_config.sparse_attention_config" in str(caught.value)
+
+
+def test_every_fault_has_its_own_line():
+    with pytest.raises(ValueError) as caught:
+        load_config(visual_gen("algorithm: sol_attn, tau: .nan, thresh_type: mean"))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_backend_that_cannot_serve_the_algorithm_is_refused():
+    with pytest.raises(ValueError, match=r"'VANILLA' does not serve.*use CUTEDSL or TRTLLM"):
+        load_config(visual_gen("algorithm: sol_attn", backend="VANILLA"))
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "attention: {}", "a: [", "attention_config: 3"])
+def test_what_is_no_configuration_is_refused(text: str):
+    with pytest.raises(ValueError, match="configuration: "):
+        load_config(text)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_dense_for_ever_is_accepted_by_skip_softmax_with_a_warning():
+    with pytest.warns(UserWarning, match="keeps every step dense"):
+        assert SkipSoftmaxConfig(disabled_until_timestep=0).disabled_until_timestep == 0
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        SolAttnConfig().tau = 2.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [
+        ("0", (0,)),
+        (" 3, 1 ,0-2", (0, 1, 2, 3)),
+        ("5-5", (5,)),
+        ([4, 4, 1], (1, 4)),
+        ([2.0], (2,)),
+        ([], ()),
+    ],
+)
+def test_layers_are_sorted_and_unique(value: object, layers: tuple[int, ...]):
+    assert parse_layers(value) == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (",", "item 1 is empty"),
+        ("0,,2", "item 2 is empty"),
+        (" ", "item 1 is empty"),
+        ("0,-1", "item 2 is '-1'"),
+        ("4-2", "item 1 is '4-2': a range must ascend, write 2-4"),
+        ("a", "item 1 is 'a'"),
+        ("1.5", r"item 1 is '1\.5'"),
+    ],
+)
+def test_a_bad_list_of_layers_names_the_position(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        parse_layers(text)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1))
+def test_a_list_and_its_text_mean_the_same(layers: list[int]):
+    assert parse_layers(layers) == parse_layers(",".join(map(str, layers)))
+
+
+def test_reading_a_good_file_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config(visual_gen("algorithm: skip_softmax, threshold_scale_factor: 12"))
