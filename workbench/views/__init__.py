@@ -1,0 +1,49 @@
+"""Pictures as plain functions: each draws data into a given Axes or Figure, without pyplot.
+
+``new_figure`` makes a figure, ``save`` writes it, ``picture`` shows it
+in a notebook, ``to_png`` gives its bytes.
+"""
+
+from workbench.views.coarse import draw_coarse
+from workbench.views.cubes import cubes_size, draw_cubes, draw_slots
+from workbench.views.curve import draw_curve
+from workbench.views.formats import draw_formats, draw_rounding
+from workbench.views.frames import draw_frames, frames_size
+from workbench.views.heads import draw_heads
+from workbench.views.heat import heatmap
+from workbench.views.histogram import draw_histogram
+from workbench.views.methods import draw_methods
+from workbench.views.route_map import draw_route
+from workbench.views.schedule import describe_schedule, draw_schedule
+from workbench.views.skip_map import draw_skip
+from workbench.views.style import Picture, new_figure, picture, save, to_png
+from workbench.views.table import Table
+from workbench.views.threshold_units import add_threshold_units, units_table
+
+__all__ = [
+    "Picture",
+    "Table",
+    "add_threshold_units",
+    "cubes_size",
+    "describe_schedule",
+    "draw_coarse",
+    "draw_cubes",
+    "draw_curve",
+    "draw_formats",
+    "draw_frames",
+    "draw_heads",
+    "draw_histogram",
+    "draw_methods",
+    "draw_rounding",
+    "draw_route",
+    "draw_schedule",
+    "draw_skip",
+    "draw_slots",
+    "frames_size",
+    "heatmap",
+    "new_figure",
+    "picture",
+    "save",
+    "to_png",
+    "units_table",
+]

@@ -1,0 +1,82 @@
+"""The tuner's lines of text, as HTML that a screen reader follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+from torch import Tensor
+
+from workbench.widgets.session import Measured, TunerState, TuneSession
+
+LINE = "margin:2px 0;line-height:1.45;font-size:13px"
+ALERT = (
+    "margin:4px 0;padding:6px 10px;border:1px solid #b3261e;border-left-width:5px;"
+    "color:#8c1d18;background:#fdf1f0;font-size:13px;white-space:pre-wrap"
+)
+
+
+def heading(session: TuneSession) -> str:
+    """What is being looked at, and where it is computed."""
+    capture = session.capture
+    t, h, w = capture.grid.shape
+    facts = (
+        f"grid {t} × {h} × {w} (t, h, w), {capture.grid.tokens:,} tokens, "
+        f"{session.heads} heads of {session.head_dim}, computed on {session.device}"
+    )
+    return f'<div style="{LINE}"><b>{escape(capture.title)}</b> &nbsp; {facts}</div>'
+
+
+def lines(*texts: str) -> str:
+    """Plain lines under a picture."""
+    return "".join(f'<div style="{LINE}">{escape(text)}</div>' for text in texts)
+
+
+def what_ran(
+    session: TuneSession, state: TunerState, measured: Measured | None, *, failed: bool = False
+) -> str:
+    """Implementation, reasons, delivered density and error of the real sparse call."""
+    if measured is not None:
+        body = _ran(measured, state)
+    elif failed:
+        body = "<b>What ran:</b> nothing: the sparse call failed, see the error above"
+    elif session.automatic:
+        body = "<b>What ran:</b> … the sparse call runs when the controls rest"
+    else:
+        body = (
+            f"<b>What ran:</b> nothing yet. One dense call takes {session.flops / 1e9:,.0f} GFLOP "
+            f"on {session.device}; press “Measure error” to run it"
+        )
+    return f'<div role="status" aria-live="polite" style="{LINE}">{body}</div>'
+
+
+def problems(errors: Mapping[str, Exception]) -> str:
+    """Every open error with a sign and its text; empty without one."""
+    texts = (
+        f'<div role="alert" style="{ALERT}">⚠ <b>Error while {escape(doing)}:</b> '
+        f"{escape(type(error).__name__)}: {escape(str(error))}</div>"
+        for doing, error in errors.items()
+    )
+    return "".join(texts)
+
+
+def _ran(measured: Measured, state: TunerState) -> str:
+    trace = measured.trace
+    reasons = "; ".join(escape(str(reason)) for reason in trace.reasons)
+    faster = f" Not faster: {reasons}." if reasons else " It is the first choice for this call."
+    dense = " <b>Nothing was sparse: this ran dense.</b>" if trace.density == 1 else ""
+    names = f"{escape(trace.algorithm)} on implementation <b>{escape(trace.impl)}</b>"
+    return (
+        f"<b>What ran:</b> {names}, delivered density <b>{trace.density:.4f}</b> over all heads, "
+        f"{measured.seconds * 1e3:,.0f} ms with routing (one call).{dense} Relative L2 error "
+        f"against dense: {_errors(measured.relative_l2, state.head)}.{faster}"
+    )
+
+
+def _errors(errors: Tensor, head: int, shown: int = 8) -> str:
+    texts = [f"head {index} {value:.4f}" for index, value in enumerate(errors.tolist())]
+    texts[head] = f"<b>{texts[head]}</b>"
+    if len(texts) > shown:
+        worst = int(errors.argmax())
+        return f"{texts[head]}, mean {float(errors.mean()):.4f}, worst {texts[worst]}"
+    return ", ".join(texts)
