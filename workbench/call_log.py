@@ -1,0 +1,159 @@
+"""What the attention policy decided, call by call: counted always, recorded on request."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["sparse", "dense", "ineligible"]
+MISSING_TIME = ("note", "no denoising time")  # counted besides the call itself
+TAGS = (torch.Tag.cudagraph_unsafe,)  # its tensor is on the CPU
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where one call goes, and why.
+
+    Attributes:
+        kind: ``sparse``; ``dense`` because it is meant to be; ``ineligible``, dense because the
+            sparse path cannot serve it.
+        reason: short and fixed, the key under which the call is counted and warned of.
+        detail: what was found, in words.
+    """
+
+    kind: Kind
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One attention call as it ran.
+
+    Attributes:
+        layer, step: as the model gave them.
+        time: denoising time that decided, ``None`` when there was none.
+        kind, reason, detail: the verdict.
+        algorithm: what ran, such as ``sol_attn``, ``skip_softmax`` or ``dense``.
+        impl: implementation that ran; ``baseline`` is the dense function handed in.
+        density: exact pairs / valid pairs that were delivered; 1 for dense.
+        emulated: number formats that were emulated on this hardware.
+        note: what else one should know, such as a missing denoising time.
+    """
+
+    layer: int
+    step: int | None
+    time: float | None
+    kind: Kind
+    reason: str
+    detail: str
+    algorithm: str
+    impl: str
+    density: float
+    emulated: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class CallCounts:
+    """How many calls went where since the last reset.
+
+    Attributes:
+        sparse: calls that the sparse path served.
+        dense: intended dense calls by reason.
+        ineligible: calls that the sparse path could not serve, by reason.
+        missing_time: sparse calls of a configuration with a dense phase that had no denoising time.
+    """
+
+    sparse: int = 0
+    dense: dict[str, int] = field(default_factory=dict)
+    ineligible: dict[str, int] = field(default_factory=dict)
+    missing_time: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.sparse + sum(self.dense.values()) + sum(self.ineligible.values())
+
+    def __str__(self) -> str:
+        parts = [f"{self.sparse} sparse"]
+        parts += [f"{n} dense ({reason})" for reason, n in sorted(self.dense.items())]
+        parts += [f"{n} ineligible ({reason})" for reason, n in sorted(self.ineligible.items())]
+        if self.missing_time:
+            parts.append(f"{self.missing_time} of the sparse ones without a denoising time")
+        return ", ".join(parts)
+
+
+@torch.library.custom_op("workbench::tally", mutates_args=("counts",), tags=TAGS)
+def _tally(counts: Tensor, slot: int) -> None:
+    """One more in a slot: a node of a compiled graph, so that every run of it counts."""
+    counts[slot] += 1
+
+
+class CallLog:
+    """Counters, records and what has been warned of, of one attention object.
+
+    Counts live in a small CPU tensor. As Python numbers they would be guarded by ``torch.compile``,
+    and every call would compile anew.
+
+    Args:
+        known: every (kind, reason) that a verdict can have.
+        record: keep a :class:`CallRecord` of every call; reading its density waits for the device.
+    """
+
+    def __init__(self, known: Iterable[tuple[Kind, str]], *, record: bool = False) -> None:
+        self.record = record
+        self.records: list[CallRecord] = []
+        self._slots: dict[tuple[str, str], int] = {}
+        for slot, pair in enumerate((*known, MISSING_TIME)):
+            self._slots[pair] = slot
+        with torch.inference_mode(False):  # or nothing could be counted outside that mode
+            self._counts = torch.zeros(len(self._slots), dtype=torch.int64)
+        self._warned: set[str] = set()
+
+    def count(self, verdict: Verdict, *, missing_time: bool = False) -> None:
+        """Counts a call that has run."""
+        self._add(verdict.kind, verdict.reason)
+        if missing_time:
+            self._add(*MISSING_TIME)
+
+    def counts(self) -> CallCounts:
+        """A snapshot that later calls do not change."""
+        numbers = dict(zip(self._slots, self._counts.tolist()))
+
+        def of(kind: str) -> dict[str, int]:
+            return {reason: n for (k, reason), n in numbers.items() if k == kind and n}
+
+        sparse = sum(of("sparse").values())
+        return CallCounts(sparse, of("dense"), of("ineligible"), numbers[MISSING_TIME])
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Warns at the first call with this key, until the next reset."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=4)
+
+    def reset(self) -> None:
+        """Forgets calls, records and warnings, for example after a warm-up."""
+        self.records.clear()
+        self._counts.zero_()
+        self._warned.clear()
+
+    def _add(self, kind: str, reason: str) -> None:
+        slot = self._slots[kind, reason]
+        if torch.compiler.is_compiling():
+            _tally(self._counts, slot)
+        else:
+            self._counts[slot] += 1
+
+
+def density_by_step(records: Iterable[CallRecord]) -> dict[int | None, float]:
+    """Mean delivered density of each step over its calls, dense ones included."""
+    by_step: dict[int | None, list[float]] = {}
+    for record in records:
+        by_step.setdefault(record.step, []).append(record.density)
+    return {step: sum(values) / len(values) for step, values in by_step.items()}
