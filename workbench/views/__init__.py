@@ -19,9 +19,12 @@ from workbench.views.skip_map import draw_skip
 from workbench.views.style import Picture, new_figure, picture, save, to_png
 from workbench.views.table import Table
 from workbench.views.threshold_units import add_threshold_units, units_table
+from workbench.views.tradeoff import draw_tradeoff
+from workbench.views.videos import Strip, draw_videos, videos_size
 
 __all__ = [
     "Picture",
+    "Strip",
     "Table",
     "add_threshold_units",
     "cubes_size",
@@ -38,6 +41,8 @@ __all__ = [
     "draw_route",
     "draw_schedule",
     "draw_skip",
+    "draw_tradeoff",
+    "draw_videos",
     "draw_slots",
     "frames_size",
     "heatmap",
@@ -45,5 +50,6 @@ __all__ = [
     "picture",
     "save",
     "to_png",
+    "videos_size",
     "units_table",
 ]

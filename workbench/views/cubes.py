@@ -8,17 +8,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from blockattn.vsa import CUBE
 from workbench.views.blocks import below_map, draw_classes
 from workbench.views.frames import grey_frames, outline, shown_frames
 from workbench.views.style import ACCENT, INK, MUTED, SMALL, Look, array, tidy
 
 COLUMNS = 8
 NUMBERED = 40  # cubes in a frame that still get their number
-SHALLOW, FULL = "#f6cf6b", "#ffffff"
+TINT = np.array([0.96, 0.81, 0.42])  # of cubes that are not full
 SLOTS = {False: Look("padding", "#edf1f5"), True: Look("token", ACCENT)}
 
 
@@ -26,7 +28,7 @@ def cubes_size(shape: tuple[int, int, int], width: float = 12.0) -> tuple[float,
     """Figure size in inches in which the frames of a (T, H, W) grid fill the width."""
     columns = min(COLUMNS, shape[0])
     rows = math.ceil(shape[0] / columns)
-    return width, 0.45 + rows * (0.25 + width / columns * shape[1] / shape[2])
+    return width, 0.3 + rows * (0.2 + 0.95 * width / columns * shape[1] / shape[2])
 
 
 def draw_cubes(
@@ -82,13 +84,10 @@ def draw_slots(ax: Axes, filled: ArrayLike | Tensor, title: str = "") -> None:
     ax.set_aspect("auto")
     tidy(ax, xlabel="slot in the cube", ylabel="cube", title=title, grid=False)
     ax.set_xticks([0, 16, 32, 48, 63])
-    handles = _slot_handles(slots)
-    below_map(ax, handles)
+    below_map(ax, _slot_handles(slots))
 
 
-def _slot_handles(slots: NDArray[np.bool_]) -> list:
-    from matplotlib.patches import Patch
-
+def _slot_handles(slots: NDArray[np.bool_]) -> list[Patch]:
     shares = {True: slots.mean(), False: 1 - slots.mean()}
     return [
         Patch(facecolor=look.face, edgecolor=look.edge, label=f"{look.name}  {shares[key]:.1%}")
@@ -108,7 +107,7 @@ def _draw_panel(
         return
     for number in np.unique(cubes):
         y, x = np.argwhere(cubes == number).mean(axis=0)
-        ragged = sizes[number] < sizes.max()
+        ragged = sizes[number] < CUBE
         text = ax.text(
             x,
             y,
@@ -129,10 +128,9 @@ def _paint(
     rows = max(ground.shape[0], cubes.shape[0])
     columns = max(ground.shape[1], cubes.shape[1])
     grey = _stretch(ground, rows, columns)[..., None]
-    ragged = _stretch(sizes[cubes] < sizes.max(), rows, columns)[..., None]
+    ragged = _stretch(sizes[cubes] < CUBE, rows, columns)[..., None]
     washed = np.repeat(0.45 + 0.53 * grey, 3, axis=-1)
-    tint = np.array([0.96, 0.81, 0.42])
-    return np.where(ragged, 0.55 * washed + 0.45 * tint, washed)
+    return np.where(ragged, 0.55 * washed + 0.45 * TINT, washed)
 
 
 def _stretch(image: NDArray, rows: int, columns: int) -> NDArray:

@@ -92,7 +92,7 @@ def draw_rounding(
     for (name, after), (color, style) in zip(decoded.items(), LINES):
         ax.step(channels, array(after), style, where="mid", color=color, linewidth=1.4, label=name)
     ax.set_xlim(-0.5, len(values) - 0.5)
-    tidy(ax, xlabel=f"channel (a scale for every {block})", ylabel="value", title=title)
+    tidy(ax, xlabel=f"channel (grey lines: blocks of {block})", ylabel="value", title=title)
     ax.grid(False)
     ax.legend(frameon=False, fontsize=SMALL, labelcolor=INK, ncols=4, loc="upper left")
     low, high = ax.get_ylim()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from workbench.phase import DENSE, dense_steps, phase
 from workbench.views.style import ACCENT, INK, MUTED, QUERY, SMALL, tidy
@@ -32,10 +33,11 @@ def draw_schedule(
         face = ACCENT if kept else "white"
         mark = {"markerfacecolor": face, "markeredgecolor": color, "markersize": 5.5}
         ax.plot(step, time, "s" if kept else "o", zorder=4, **mark)
-    ax.set_ylim(0, 1.18)
+    ax.set_ylim(0, 1.22)
     ax.set_xlim(-0.8, len(times) - 0.2)
     tidy(ax, xlabel="step", ylabel="denoising time (1 = noisiest)", title=title)
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=11, integer=True))
     if cutoff is not None:
         ax.axhline(cutoff, color=QUERY, linewidth=1.4, zorder=2)
         ax.annotate(
@@ -76,10 +78,10 @@ def _legend(ax: Axes, dense: int, steps: int) -> None:
     ]
     ax.legend(
         handles=handles,
-        loc="lower left",
-        frameon=True,
-        framealpha=0.9,
-        edgecolor="none",
+        loc="upper right",
+        borderaxespad=0.0,
+        ncols=2,
+        frameon=False,
         fontsize=SMALL,
         labelcolor=INK,
     )

@@ -33,12 +33,11 @@ def add_threshold_units(ax: Axes, keys: int) -> None:
     """
     low, high = ax.get_xlim()
     step = max(1, int(np.ceil((high - low) / 4)))
-    ticks = np.arange(np.ceil(high), np.floor(low) - 1, -step)
-    ticks = np.sort(ticks[(ticks >= low) & (ticks <= high)])
+    ticks = np.arange(np.floor(high), np.ceil(low) - 0.5, -step)[::-1]
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     for place, texts, name in (
         (1.0, [_short(2.0**tick) for tick in ticks], "lambda"),
-        (1.17, [_short(2.0**tick * keys) for tick in ticks], "scale factor"),
+        (1.16, [_short(2.0**tick * keys) for tick in ticks], "threshold_scale_factor"),
     ):
         above = ax.secondary_xaxis(place)
         above.set_xticks(ticks, texts)
@@ -48,4 +47,6 @@ def add_threshold_units(ax: Axes, keys: int) -> None:
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}" if value >= 0.001 else f"{value:.0e}".replace("e-0", "e-")
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2g}" if value >= 0.001 else f"{value:.0e}".replace("e-0", "e-")

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -47,7 +49,8 @@ def draw_videos(figure: Figure, strips: Sequence[Strip], *, columns: int = 6) ->
     """A row per video: evenly spaced frames, and beside them the difference from the reference.
 
     Differences are means over the colour channels of |video - reference|, in one colour scale for
-    all rows, which the 99.5th percentile of all of them ends.
+    all rows, which the 99.5th percentile of all of them ends. It follows the square root, so that
+    small differences show beside large ones.
 
     Args:
         figure: an empty figure, which is filled; :func:`videos_size` gives its size.
@@ -72,11 +75,12 @@ def draw_videos(figure: Figure, strips: Sequence[Strip], *, columns: int = 6) ->
         left.imshow(_row(array(strip.video)[chosen], 1.0), aspect="auto")
         if gap is not None:
             row = np.ma.masked_invalid(_row(gap, np.nan))
-            scale = right.imshow(row, cmap="cividis", vmin=0, vmax=top, aspect="auto")
+            norm = PowerNorm(0.5, vmin=0, vmax=top, clip=True)
+            scale = right.imshow(row, cmap="cividis", norm=norm, aspect="auto")
     axes[0][1].set_title(_title("video, frames", chosen), **_TITLE)
     if scale is not None:
         axes[0][2].set_title("difference from the dense run", **_TITLE)
-        _colour_bar(figure, scale)
+        _colour_bar(figure, scale, top)
 
 
 _TITLE = {"loc": "left", "color": INK, "fontsize": SMALL + 1, "fontweight": "bold"}
@@ -134,13 +138,17 @@ def _difference(strip: Strip, chosen: NDArray[np.int64]) -> NDArray[np.float64] 
     return np.abs(a.astype(float) - b.astype(float)).mean(axis=-1)
 
 
-def _colour_bar(figure: Figure, scale: object) -> None:
+def _colour_bar(figure: Figure, scale: AxesImage, top: float) -> None:
     width, height = (float(size) for size in figure.get_size_inches())
     panel = (width - LABEL - GAP - 0.2) / 2
-    place = ((LABEL + panel + GAP) / width, 0.34 / height, 0.5 * panel / width, 0.09 / height)
-    bar = figure.colorbar(scale, cax=figure.add_axes(place), orientation="horizontal")  # pyright: ignore[reportArgumentType]
+    place = ((LABEL + panel + GAP) / width, 0.34 / height, 0.4 * panel / width, 0.09 / height)
+    bar = figure.colorbar(scale, cax=figure.add_axes(place), orientation="horizontal")
+    # Under a square root these lie at 0, 1/5, 1/2 and 1 of the bar.
+    ticks = [share * top for share in (0, 0.04, 0.25, 1)]
+    bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
+    bar.minorticks_off()
     bar.ax.tick_params(colors=MUTED, labelsize=SMALL - 1, length=2)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-    x = (LABEL + 1.52 * panel + GAP) / width
-    text = "mean |difference| of the channels"
+    x = (LABEL + 1.44 * panel + GAP) / width
+    text = "mean |difference| of the channels (square-root scale)"
     figure.text(x, 0.34 / height, text, color=MUTED, fontsize=SMALL - 0.5)
