@@ -185,6 +185,8 @@ def test_every_form_of_a_configuration_means_the_same():
     [
         (SKIP, {"sink_tokens": 3}, "sink_start and sink_tokens are for sol_attn"),
         (None, {"sink_start": 0}, "sink_start and sink_tokens are for sol_attn"),
+        (SOL, {"sink_start": 10}, "sink_start=10 without sink_tokens is no sink"),
+        (SOL, {"quantise_dense": False}, "quantise_dense=False: nothing is quantised here"),
         (SOL, {"gate": "zero"}, "gate='zero' is for vsa"),
         (SOL, {"checkpoint_config": {}}, "calibration for skip_softmax"),
         (VSA, {"key_tokens": 9}, "routing needs all keys"),

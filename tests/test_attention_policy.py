@@ -237,6 +237,22 @@ def test_weakness_23_each_reason_warns_once():
     assert attention.counts().ineligible == {"dtype": 3, "rank": 3}
 
 
+@pytest.mark.parametrize("layer", ["1", True, 1.0, None])
+def test_a_layer_of_another_type_is_refused_because_no_list_would_hold_it(layer: Any):
+    with pytest.raises(TypeError, match=r"call\.layer="):
+        SparseAttention(SOL)(*qkv(), replace(CALL, layer=layer))
+
+
+@pytest.mark.parametrize(
+    ("options", "layer"), [({"num_layers": 3}, 3), ({"module_names": ["a", "b"]}, 2), ({}, -1)]
+)
+def test_a_layer_that_the_model_does_not_have_is_refused(options: dict[str, Any], layer: int):
+    attention = SparseAttention(SkipSoftmaxConfig(threshold_scale_factor=9), **options)
+    with pytest.raises(ValueError, match=f"call.layer={layer}: .* num_layers"):
+        attention(*qkv(), replace(CALL, layer=layer))
+    assert attention.counts().total == 0
+
+
 def test_a_reset_forgets_calls_and_arms_the_warnings_again():
     attention = SparseAttention(SOL, dense=lambda q, k, v, call: q, record=True)
     tensors = [x.int() for x in qkv()]

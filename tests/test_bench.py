@@ -83,3 +83,15 @@ def test_nothing_is_timed_when_a_result_is_wrong(monkeypatch):
     monkeypatch.setattr(bench, "interleaved", lambda *_: pytest.fail("timed a wrong result"))
     with pytest.raises(RuntimeError, match="error"):
         bench.bench_cpu((10,), grid=SMALL)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bench, "bench_cpu", None)
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["bench", "cpu", "--json", str(tmp_path / "file" / "a.json")])
+    assert isinstance(done.exception, OSError)
+    assert "cannot be written" in str(done.exception)
+    bench.check_place(tmp_path / "new" / "a.json")
+    assert list((tmp_path / "new").iterdir()) == []

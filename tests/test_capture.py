@@ -34,7 +34,7 @@ def entry(layer: int, step: int, wanted: CaptureSpec, dtype=torch.bfloat16) -> d
     parts = {
         part: torch.randn(wanted.part_shape(part), generator=generator).to(dtype) for part in "qkv"
     }
-    return {"time": 1 - step / 7, **parts}
+    return {"time": 1 - step / 99, **parts}
 
 
 def video(wanted: CaptureSpec) -> torch.Tensor:
@@ -267,6 +267,8 @@ def change(parts: dict, **changes) -> dict:
         ),
         ({"k": torch.zeros(1, 27, 4, 8)}, r"layer0\.step1\.k: shape"),
         ({"time": float("nan")}, r"time=nan: must be finite"),
+        ({"time": 900.0}, r"time=900\.0: must be in \[0, 1\]"),
+        ({"time": None}, r"time=None: a capture states the denoising time"),
         ({"v": torch.full((1, 27, 2, 8), torch.inf)}, r"step1\.v: 432 values are not finite"),
     ],
 )
@@ -364,6 +366,11 @@ def test_a_safetensors_file_of_another_kind_is_no_capture(tmp_path: Path):
         ({"metadata": {"grid": "[2, 3]"}}, r"the header is damaged: shape=\(2, 3\)"),
         ({"metadata": {"grid": "[2, 3"}}, r"the header is damaged"),
         ({"metadata": {"entries": "[]"}}, r"the header is damaged"),
+        ({"metadata": {"entries": "[[0, 1, NaN]]"}}, r"damaged: time of .*=nan: must be finite"),
+        ({"metadata": {"entries": "[[0, 1, 7]]"}}, r"damaged: time of .*=7: must be in \[0, 1\]"),
+        ({"metadata": {"entries": '[[0, 1, "0.5"]]'}}, r"damaged: time of .*expected a number"),
+        ({"metadata": {"entries": "[[0, 1, null]]"}}, r"damaged: .*\(0, 1\) has no time"),
+        ({"metadata": {"entries": "[[0, 1, 1], [0, 1, 0]]"}}, r"\(0, 1\) is listed twice"),
         ({"metadata": {"order": "hilbert"}}, r"the header is damaged: order='hilbert'"),
         ({"drop": ("prefix", "sha256")}, r"the header lacks \['prefix', 'sha256'\]"),
         ({"drop": ("layer0.step3.k",)}, r"tensor 'layer0\.step3\.k' is missing"),
@@ -409,6 +416,22 @@ def test_verify_notices_a_checksum_that_was_changed(file: Path):
     rewrite(file, metadata={"sha256": "0" * 64})
     with pytest.raises(ValueError, match="checksum mismatch in the header"):
         open_capture(file).verify()
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}"])
+def test_verify_survives_a_list_of_checksums_that_is_damaged_itself(file: Path, text: str):
+    rewrite(file, metadata={"tensor_sha256": text})
+    with pytest.raises(ValueError, match="checksum mismatch"):
+        open_capture(file).verify()
+
+
+@pytest.mark.parametrize("name", ["", ".", "folder"])
+def test_a_folder_is_no_name_for_a_capture(tmp_path: Path, monkeypatch, name: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="a folder; name a file in it"):
+        CaptureWriter(name, spec())
+    assert list(tmp_path.rglob("*.partial")) == []
 
 
 def test_the_checksum_covers_names_and_bytes_but_not_their_order(file: Path):

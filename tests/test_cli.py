@@ -15,7 +15,9 @@ from typer.testing import CliRunner, Result
 
 from tests.tune_inputs import ENTRIES, HEADS, write_capture
 from workbench import cli, report, report_figures
-from workbench.config import SkipSoftmaxConfig, SolAttnConfig, load_config
+from workbench.config import SkipSoftmaxConfig, SolAttnConfig, SparseConfig, load_config
+from workbench.tune_session import tune_capture
+from workbench.tune_settings import TuneSettings
 
 FILES = {
     "config.yaml",
@@ -62,7 +64,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def sparse_of(folder: Path) -> SolAttnConfig | SkipSoftmaxConfig | None:
+def sparse_of(folder: Path) -> SparseConfig | None:
     return load_config(folder / "config.yaml").attention_config.sparse_attention_config
 
 
@@ -273,6 +275,37 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(
     assert message in first_line
     assert len(rest) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def measuring_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("measured before the check")
+
+    monkeypatch.setattr("workbench.tune.run", never)
+
+
+def test_a_place_that_takes_no_folder_is_refused_before_any_work(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring_fails: None
+):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"out='file/run': nothing can be written in"):
+        tune_capture(capture, TuneSettings(), out=Path("file/run"))
+    (tmp_path / "runs").touch()
+    with pytest.raises(OSError, match=r"out='runs/.*: nothing can be written in"):
+        tune_capture(capture, TuneSettings())
+
+
+def test_a_capture_whose_bytes_changed_is_not_tuned_on(
+    capture: Path, tmp_path: Path, measuring_fails: None
+):
+    damaged = tmp_path / "damaged.safetensors"
+    data = bytearray(capture.read_bytes())
+    data[-1] ^= 64
+    damaged.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="checksum mismatch"):
+        tune_capture(damaged, TuneSettings(), out=tmp_path / "run")
 
 
 # -- train --------------------------------------------------------------------------------------

@@ -84,6 +84,38 @@ def test_what_is_not_attention_is_kept(tmp_path: Path):
     assert again.model_dump()["parallel"] == {"size": 2}
 
 
+@pytest.mark.parametrize(
+    "text", ["limit: .inf", "day: 2026-01-02", "sizes: {1: a, 2: b}", "raw: !!binary aGk="]
+)
+def test_what_yaml_has_and_json_has_not_is_kept(text: str):
+    config = load_config(f"{text}\n{visual_gen('algorithm: sol_attn')}")
+    assert load_config(dump_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("attention_config: {sparse_attention_config: {tau: 1, tau: 2}}", "'tau' is given twice"),
+        ("attention_config: {}\nattention_config: {}", "'attention_config' is given twice"),
+    ],
+)
+def test_a_key_given_twice_is_refused_because_one_would_be_ignored(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        load_config(text)
+
+
+def test_a_merge_may_be_overridden():
+    text = "base: &base {algorithm: sol_attn, tau: 1}\nattention_config:\n"
+    merged = "  sparse_attention_config: {<<: *base, tau: 2}"
+    assert load_config(text + merged).attention_config.sparse_attention_config.tau == 2  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", ["sparse_attention_config", "quant_attention_config"])
+def test_a_part_beside_attention_config_is_refused_because_it_would_do_nothing(name: str):
+    with pytest.raises(ValueError, match=f"'{name}' belongs inside attention_config"):
+        load_config(f"attention_config: {{}}\n{name}: {{}}")
+
+
 def test_threshold_types_are_those_of_the_kernels():
     for name in THRESHOLD_TYPES:
         assert SolAttnConfig.model_validate({"thresh_type": name}).thresh_type == name

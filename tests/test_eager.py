@@ -249,6 +249,14 @@ def test_dense_is_torch_attention_bit_for_bit(causal, key_heads, dtype, device):
     assert trace.density == 1.0
 
 
+@pytest.mark.parametrize("dim", [12, 63, 64, 98, 128, 192])
+def test_the_default_scale_is_torchs_to_the_last_bit(dim):
+    """128 ** -0.5 is not 1 / sqrt(128) in float64, and one bit is not "equal bit for bit"."""
+    q, k, v = (torch.randn(1, 50, 2, dim, dtype=torch.float64) for _ in range(3))
+    expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    assert torch.equal(attend(q, k, v), expected.transpose(1, 2))
+
+
 @pytest.mark.parametrize("queries,keys", [(40, 100), (100, 40), (1, 5), (5, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_cross_attention_equals_the_reference(queries, keys, causal):

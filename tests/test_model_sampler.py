@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -123,3 +124,12 @@ def test_noise_is_standard_normal():
 def test_a_label_that_is_no_class_is_refused(labels):
     with pytest.raises(ValueError, match="labels"):
         sample(tiny_model(), labels=labels, grid=GRID, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"seed": 2**63}, "seed=9223372036854775808"), ({"guidance": math.inf}, "guidance=inf")],
+)
+def test_settings_that_make_no_video_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        sample(tiny_model(), labels=[0], grid=GRID, steps=1, **settings)

@@ -145,6 +145,8 @@ def test_a_recording_above_the_limit_is_refused_before_anything_is_sampled(
         ({"label": "dragon"}, ValueError, "'dragon'"),
         ({"grid": (0, 1, 1)}, ValueError, r"shape\[0\]=0"),
         ({"steps": 0}, ValueError, "steps=0"),
+        ({"seed": 2**63}, ValueError, "seed=9223372036854775808: must be .* at most"),
+        ({"guidance": float("nan")}, ValueError, "guidance=nan: must be finite"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(model, changes: dict, error, message: str):

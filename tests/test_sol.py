@@ -367,6 +367,17 @@ def test_any_finite_tau_is_served():
     assert scores.density([1e300, -1e300])[0, 0].tolist() == [scores.always.density(), 1]
 
 
+@pytest.mark.parametrize("size", [1e5, 1e9, 1e14])
+@pytest.mark.parametrize("thresh_type", TYPES)
+def test_tau_works_at_any_size_of_the_scores(size, thresh_type):
+    """Squares of scores from 1e19 on overflow float32: every z was 0, and tau did nothing."""
+    q, k, _ = drifting(650, seed=5, dtype=torch.float32)
+    plain = sol_scores(q, k, thresh_type=thresh_type, scale=1e4)
+    scaled = sol_scores(size * q, size * k, thresh_type=thresh_type, scale=1e4)
+    assert_close(scaled.z, plain.z, rtol=1e-4, atol=1e-4)
+    assert 0 < scaled.passing(0.5).density() < 1
+
+
 def test_nan_scores_pass_no_threshold():
     q, k, _ = drifting(650)
     q[0, 0, 0, 0] = torch.nan

@@ -124,12 +124,17 @@ def test_random_tensors_are_standard_normal():
         ({"heads": 0}, ValueError, "heads=0"),
         ({"head_dim": True}, TypeError, "head_dim=True"),
         ({"seed": -1}, ValueError, "seed=-1"),
+        ({"seed": 2**63}, ValueError, "seed=9223372036854775808"),
+        ({"head_dim": 257}, ValueError, "head_dim=257: must be .* at most 256"),
         ({"batch": 1.5}, TypeError, "batch=1.5"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict, error, message: str):
     with pytest.raises(error, match=message):
         synthetic_qkv(GRID, **changes)
+    if "batch" not in changes:
+        with pytest.raises(error, match=message):
+            SyntheticPlan(GRID, **changes)
 
 
 @pytest.mark.parametrize("make", [synthetic_qkv, random_qkv])

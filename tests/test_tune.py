@@ -326,6 +326,12 @@ def test_taus_that_leave_only_the_band_are_named(capture: Capture):
     assert "no block passes by itself (band and sink only) at tau 1000" in made.warnings
 
 
+def test_dense_layers_that_the_capture_does_not_hold_are_named(capture: Capture):
+    made = tuned(capture, values=(1.0,), dense_layers=(0, 1, 77))
+    assert any("dense_layers 1, 77: exported, but" in warning for warning in made.warnings)
+    assert not any("dense_layers" in w for w in tuned(capture, values=(1.0,)).warnings)
+
+
 def test_a_sink_raises_the_density_and_its_loss_in_the_export_is_told(capture: Capture):
     plain, sink = (tuned(capture, values=(2.0,), sink_tokens=n) for n in (0, 100))
     assert sink.lines()[0].density > plain.lines()[0].density

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,14 @@ def test_a_histogram_says_the_share_above_tau_and_a_tie_is_not_above(tau, share)
     assert f"{share} above\ntau = {tau:.2f}" in texts(ax)
     assert ax.get_xlim()[0] < tau < ax.get_xlim()[1]
     assert views.to_png(ax.figure).startswith(PNG)
+
+
+def test_a_histogram_leaves_out_what_is_not_finite_and_says_so():
+    ax = axes()
+    views.draw_histogram(ax, torch.tensor([-1.0, 1.0, math.nan, math.inf]), 0.0, title="Scores")
+    assert "Scores  (2 of 4 not finite)" in texts(ax)
+    assert "50.0% above" in texts(ax)
+    views.draw_histogram(axes(), torch.full((3,), math.nan), 0.0)
 
 
 def test_heads_show_density_error_and_an_ellipsis_until_it_is_measured():

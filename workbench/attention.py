@@ -106,6 +106,9 @@ class SparseAttention:
         self.log = CallLog(KNOWN, record=checks.flag("record", record))
         self.quantise_dense = checks.flag("quantise_dense", quantise_dense)
         self.config = as_attention_config(config)
+        if not self.quantise_dense and self.config.quant_attention_config is None:
+            raise ValueError("quantise_dense=False: nothing is quantised here; drop it")
+        self._layers = num_layers if module_names is None else len(module_names)
         self._mechanism, self._quantised = lower(
             self.config,
             Surroundings(
@@ -163,6 +166,7 @@ class SparseAttention:
             cross: k and v come from another sequence, even one of equal length.
         """
         checks.flag("cross", cross)
+        self._check_layer(call.layer)
         time, phase = self._now(call)
         verdict = self._decide(q, k, v, call.layer, phase, mask=mask is not None, cross=cross)
         missing = self.cutoff is not None and phase is None and verdict.kind == "sparse"
@@ -211,6 +215,19 @@ class SparseAttention:
         """Forgets counters, records, given warnings and the published time."""
         self.log.reset()
         self._published = self._phase = self._last_read = None
+
+    def _check_layer(self, layer: object) -> None:
+        """A layer of another type would be in no list of dense layers; one too many, in no model.
+
+        Plain comparisons, which `torch.compile` follows.
+        """
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"call.layer={layer!r}: expected an integer, 0 = first layer")
+        if layer < 0 or (self._layers is not None and layer >= self._layers):
+            known = "" if self._layers is None else f" and below the model's {self._layers} layers"
+            raise ValueError(
+                f"call.layer={layer}: must be at least 0{known}; correct num_layers or module_names"
+            )
 
     def _phase_of(self, time: StepTime | None) -> int | None:
         return None if time is None or self.cutoff is None else time.phase(self.cutoff)

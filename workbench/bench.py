@@ -231,6 +231,25 @@ def report(rows: Sequence[Row], command: Sequence[str] | None = None) -> dict[st
     }
 
 
+def check_place(path: Path) -> None:
+    """Refuses a file that cannot be written, before any work.
+
+    Raises:
+        OSError: with the path and why.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        with path.open("a", encoding="utf-8"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise OSError(
+            f"json={str(path)!r}: cannot be written ({error.strerror}); name another file"
+        ) from error
+
+
 def save(made: Mapping[str, Any], path: Path) -> None:
     """Writes a report as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)

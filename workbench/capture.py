@@ -32,6 +32,7 @@ from workbench.capture_format import (
 )
 from workbench.capture_writer import LIMIT_BYTES, CaptureWriter
 from workbench.paths import data_dir
+from workbench.phase import step_time
 
 __all__ = ["LIMIT_BYTES", "QKV", "Capture", "CaptureSpec", "CaptureWriter", "open_capture"]
 
@@ -126,7 +127,7 @@ class Capture:
         Raises:
             ValueError: bytes changed since the file was written; the message names the tensors.
         """
-        stated: dict[str, str] = json.loads(self.metadata["tensor_sha256"])
+        stated = _stated_digests(self.metadata["tensor_sha256"])
         found = {}
         with _opened(self.path) as file:
             for name in self._spec.tensors:
@@ -188,6 +189,15 @@ def open_capture(path: str | Path | None = None) -> Capture:
     return Capture(chosen, metadata, shapes)
 
 
+def _stated_digests(text: str) -> dict[str, str]:
+    """Checksum of each tensor by the header; none where that entry itself is damaged."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _opened(path: Path) -> safe_open:
     try:
         return safe_open(str(path), framework="pt")
@@ -219,7 +229,7 @@ def _described(
     if lacking:
         raise ValueError(f"{path}: the header lacks {lacking}; record it again")
     try:
-        times = {(row[0], row[1]): float(row[2]) for row in json.loads(metadata["entries"])}
+        times = _times(json.loads(metadata["entries"]))
         spec = CaptureSpec(
             grid=_grid(metadata),
             entries=tuple(times),
@@ -246,6 +256,19 @@ def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
         )
     if metadata.get("source") not in SOURCES:
         raise ValueError(f"{path}: source is {metadata.get('source')!r}, must be one of {SOURCES}")
+
+
+def _times(rows: list[tuple[int, int, float]]) -> dict[tuple[int, int], float]:
+    """Denoising time by (layer, step); a time decides which entries a dense phase leaves out."""
+    times: dict[tuple[int, int], float] = {}
+    for layer, step, time in rows:
+        if (layer, step) in times:
+            raise ValueError(f"(layer, step) ({layer}, {step}) is listed twice")
+        moment = step_time(time, name=f"time of (layer, step) ({layer}, {step})")
+        if moment is None:
+            raise ValueError(f"(layer, step) ({layer}, {step}) has no time")
+        times[layer, step] = moment.value
+    return times
 
 
 def _grid(metadata: Mapping[str, str]) -> TokenGrid:

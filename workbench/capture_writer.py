@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import math
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.capture_format import PARTS, VIDEO, CaptureSpec, tensor_name
+from workbench.phase import step_time
 
 LIMIT_BYTES = 2**30  # 1 GiB: a capture that nobody meant to make this large
 
@@ -65,6 +65,8 @@ class CaptureWriter:
     ) -> None:
         self.path = Path(path)
         self.spec = spec
+        if not self.path.name or self.path.is_dir():
+            raise ValueError(f"path={str(path)!r}: a folder; name a file in it: a.safetensors")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         check_size(self.path, spec, limit_bytes)
         self._times: dict[tuple[int, int], float] = {}
@@ -87,14 +89,14 @@ class CaptureWriter:
 
         Raises:
             ValueError: an entry that was not announced or is already there, another shape than the
-                spec's, a time that is not finite, or values that are not.
+                spec's, a time outside [0, 1], or values that are not finite.
         """
         entry = (layer, step)
         if entry not in self.spec.entries or self.has(layer, step):
             state = "is written already" if self.has(layer, step) else "was not announced"
             raise ValueError(f"layer={layer}, step={step} {state}; entries: {self.spec.entries}")
-        if not math.isfinite(time):
-            raise ValueError(f"time={time!r}: must be finite, in [0, 1] with 1 = noisiest")
+        if step_time(time) is None:
+            raise ValueError("time=None: a capture states the denoising time of every entry")
         for part, value in zip(PARTS, (q, k, v)):
             name = tensor_name(layer, step, part)
             self._check_shape(name, value)

@@ -250,6 +250,7 @@ def sample(
     ] = None,
     impl: Annotated[str, typer.Option(help="Implementation of sparse calls.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the model: float32 or bfloat16.")] = "float32",
     out: Annotated[
         Path | None, typer.Option(help="Run folder to make. [default: runs/TIME-sample]")
     ] = None,
@@ -288,6 +289,7 @@ def sample(
         weights=weights,
         vsa_weights=vsa_weights,
         device=device,
+        dtype=dtype,
         out=out,
     )
 
@@ -334,6 +336,8 @@ def cpu(
     """Measure the rows of the table of targets that a CPU can show; checks the results first."""
     from workbench import bench as bench_
 
+    if json is not None:
+        bench_.check_place(json)  # before minutes of measuring
     found = bench_.bench_cpu(
         _integers("rows", rows),
         grid=_grid(grid),

@@ -22,8 +22,9 @@ here is what composes, and reading and writing. What composes with ``quant_atten
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import ConfigDict, ValidationError, model_validator
@@ -69,6 +70,9 @@ _NOT_QUANTISED = {
 }
 
 
+_PARTS = ("sparse_attention_config", "quant_attention_config")
+
+
 class AttentionConfig(Strict):
     """Which kernel family serves attention, its sparsity and its formats; all optional."""
 
@@ -105,6 +109,33 @@ class VisualGenConfig(Strict):
 
     attention_config: AttentionConfig
 
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, data: Any) -> Any:
+        """A part of attention_config beside it would be kept for the server and do nothing here."""
+        for name in _PARTS:
+            if isinstance(data, dict) and name in data:
+                raise ValueError(f"field {name!r} belongs inside attention_config; indent it there")
+        return data
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML whose mappings name every key once; PyYAML alone lets the last one win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue  # what a merge brings in may be overridden
+            name = self.construct_object(key, deep=True)
+            if isinstance(name, Hashable) and name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {name!r} is given twice; keep one", key.start_mark
+                )
+            if isinstance(name, Hashable):
+                seen.add(name)
+        return super().construct_mapping(node, deep)
+
 
 def load_config(source: str | Path) -> VisualGenConfig:
     """Reads a VisualGen configuration.
@@ -119,7 +150,7 @@ def load_config(source: str | Path) -> VisualGenConfig:
     where = str(source) if isinstance(source, Path) else "configuration"
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict) or "attention_config" not in data:
@@ -133,7 +164,7 @@ def load_config(source: str | Path) -> VisualGenConfig:
 
 def dump_config(config: VisualGenConfig) -> str:
     """YAML text that :func:`load_config` reads back to an equal configuration."""
-    data = config.model_dump(mode="json", exclude_unset=False)
+    data = config.model_dump()  # as Python values: JSON has no infinities, dates or integer keys
     for name in ("backend", "quant_attention_config"):
         if getattr(config.attention_config, name) is None:
             data["attention_config"].pop(name)

@@ -84,6 +84,8 @@ class Surroundings:
             ValueError: with everything that has no effect.
         """
         unused = []
+        if self.sink_start is not None and self.sink_tokens == 0:
+            unused.append(f"sink_start={self.sink_start} without sink_tokens is no sink")
         if not isinstance(sparse, SolAttnConfig) and (self.sink_start, self.sink_tokens) != (
             None,
             0,

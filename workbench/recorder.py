@@ -141,6 +141,8 @@ class SamplingPlan:
         """
         config = model.config
         checks.integer("steps", self.steps, minimum=1)
+        checks.integer("seed", self.seed, minimum=-(2**63), maximum=2**63 - 1)
+        checks.finite_number("guidance", self.guidance)
         _check_within("layers", self.layers, config.depth, f"a model of {config.depth} layers")
         _check_within("at_steps", self.at_steps, self.steps, f"a run of {self.steps} steps")
         (label,) = class_indices([self.label], config.classes)

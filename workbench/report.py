@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -64,15 +65,25 @@ def default_folder(algorithm: str, now: datetime | None = None) -> Path:
 
 
 def check_new(folder: Path) -> Path:
-    """Refuses a folder that exists, before any work.
+    """Refuses a folder that exists or cannot be made, before any work.
 
     Raises:
-        FileExistsError: it does; nothing is ever overwritten.
+        FileExistsError: it exists; nothing is ever overwritten.
+        OSError: its place takes no new folder (tried, because permissions do not tell it all).
     """
     if folder.exists():
         raise FileExistsError(
             f"out={str(folder)!r}: exists already and a run overwrites nothing; give another --out"
         )
+    place = next(path for path in folder.absolute().parents if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".workbench-", dir=place):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"out={str(folder)!r}: nothing can be written in {place} ({error.strerror}); "
+            "give --out a place where you can write"
+        ) from error
     return folder
 
 

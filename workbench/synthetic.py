@@ -21,6 +21,7 @@ from workbench.capture_writer import LIMIT_BYTES, CaptureWriter
 
 # Correlation length along (t, h, w) relative to `smoothness`, and the number of fields; heads take
 # them in turn.
+MAX_SEED = 2**63 - 1  # of a torch generator
 HEAD_KINDS = (
     ((1.0, 1.0, 1.0), 96),
     ((2.0, 0.5, 0.5), 24),
@@ -58,10 +59,8 @@ def synthetic_qkv(
         TypeError, ValueError: an argument is not allowed.
     """
     _check_sizes(grid, heads, head_dim, batch)
-    if checks.finite_number("smoothness", smoothness) <= 0:
-        raise ValueError(f"smoothness={smoothness!r}: must be greater than 0 (tokens)")
-    checks.finite_number("noise", noise, minimum=0.0)
-    generator = torch.Generator().manual_seed(checks.integer("seed", seed))
+    _check_content(seed, smoothness, noise)
+    generator = torch.Generator().manual_seed(seed)
     shape = (batch, grid.tokens, heads, head_dim)
     q, k, v = (torch.empty(shape, dtype=dtype) for _ in range(3))
     for head in range(heads):
@@ -88,7 +87,7 @@ def random_qkv(
 ) -> QKV:
     """Independent standard normal q, k, v: no structure to find. Arguments as `synthetic_qkv`."""
     _check_sizes(grid, heads, head_dim, batch)
-    generator = torch.Generator().manual_seed(checks.integer("seed", seed))
+    generator = torch.Generator().manual_seed(checks.integer("seed", seed, maximum=MAX_SEED))
     shape = (batch, grid.tokens, heads, head_dim)
     q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
     return QKV(q, k, v, layer=0, step=0, time=0.0)
@@ -143,7 +142,11 @@ def lattice_weights(tokens: int, spacing: float) -> Tensor:
 
 @dataclass(frozen=True)
 class SyntheticPlan:
-    """A synthetic capture with the one entry (layer 0, step 0); fields as for `synthetic_qkv`."""
+    """A synthetic capture with the one entry (layer 0, step 0); fields as for `synthetic_qkv`.
+
+    Raises:
+        TypeError, ValueError: a field that is not allowed, before any file is begun.
+    """
 
     grid: TokenGrid
     heads: int = 2
@@ -151,6 +154,10 @@ class SyntheticPlan:
     seed: int = 0
     smoothness: float = 3.0
     noise: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.grid, self.heads, self.head_dim, batch=1)
+        _check_content(self.seed, self.smoothness, self.noise)
 
     def spec(self) -> CaptureSpec:
         """What the file will hold, and so how large it will be."""
@@ -208,3 +215,11 @@ def _check_sizes(grid: TokenGrid, heads: int, head_dim: int, batch: int) -> None
         raise TypeError(f"grid={grid!r}: expected a blockattn.TokenGrid")
     for name, value in (("heads", heads), ("head_dim", head_dim), ("batch", batch)):
         checks.integer(name, value, minimum=1)
+    checks.integer("head_dim", head_dim, maximum=checks.MAX_HEAD_DIM)  # what any kernel here takes
+
+
+def _check_content(seed: int, smoothness: float, noise: float) -> None:
+    checks.integer("seed", seed, maximum=MAX_SEED)
+    if checks.finite_number("smoothness", smoothness) <= 0:
+        raise ValueError(f"smoothness={smoothness!r}: must be greater than 0 (tokens)")
+    checks.finite_number("noise", noise, minimum=0.0)

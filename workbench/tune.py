@@ -136,6 +136,12 @@ def warnings_of(result: TuneResult) -> list[str]:
     if 0 < idle < len(result.choice.rows):
         total = len(result.choice.rows)
         found.append(f"{idle} of {total} heads run dense at the chosen {knob}")
+    absent = sorted(set(result.settings.dense_layers or ()) - set(result.capture.layers))
+    if absent:
+        found.append(
+            f"dense_layers {', '.join(map(str, absent))}: exported, but the capture holds only "
+            f"layers {', '.join(map(str, result.capture.layers))}, so nothing here depends on them"
+        )
     if result.settings.sink_tokens:
         found.append(
             "the exported configuration has no field for sink_tokens; the server ignores it"

@@ -36,16 +36,18 @@ def tune_capture(
         console: where to print.
 
     Raises:
-        FileExistsError: ``out`` exists. FileNotFoundError, ValueError, TypeError,
-        UnsupportedError: the capture or the settings do not fit; nothing is written then.
+        FileExistsError: ``out`` exists. OSError: nothing can be written there.
+        FileNotFoundError, ValueError, TypeError, UnsupportedError: the capture is damaged, or it
+        and the settings do not fit; nothing is written then.
     """
-    given = report.check_new(out) if out is not None else None
+    report.check_new(out or report.default_folder(settings.algorithm))
     capture = open_capture(path)
+    capture.verify()  # damaged numbers would be tuned on without a sign of it
     with _progress(tune.units(capture, settings)) as tick:
         result = tune.run(capture, settings, tick=tick)
     screen = console or _console()
     tune_text.show(result, screen)
-    folder = given or report.default_folder(settings.algorithm)
+    folder = out or report.default_folder(settings.algorithm)
     argv = list(sys.argv if command is None else command)
     with Console(stderr=True).status("drawing the figures"):  # silent where it is no terminal
         report.write(result, folder, command=argv, summary=screen.export_text(clear=False))

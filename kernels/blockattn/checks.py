@@ -171,6 +171,12 @@ def self_attention(name: str, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"{name}: empty sequence, q has shape {tuple(q.shape)} with 0 tokens")
 
 
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(D) in the steps of torch's own attention: ``D ** -0.5`` may differ in the last bit,
+    and a dense float64 call would then differ from torch's."""
+    return 1.0 / math.sqrt(head_dim)
+
+
 def scale_argument(name: str, value: object, like: Tensor, *, default: float) -> float | Tensor:
     """A positive finite float, or one float32 element on ``like``'s device (never read).
 

@@ -219,11 +219,12 @@ def make_problem(
 ) -> Problem:
     """Checks every argument before any work is done."""
     query, key, value = checks.query_key_value(q, k, v)
+    own = checks.default_scale(query.shape[3])
     problem = Problem(
         query,
         key,
         value,
-        scale=checks.scale_argument("scale", scale, query, default=query.shape[3] ** -0.5),
+        scale=checks.scale_argument("scale", scale, query, default=own),
         scale_output=checks.scale_argument("scale_output", scale_output, query, default=1.0),
         causal=checks.flag("causal", causal),
         want_trace=checks.flag("return_trace", want_trace),

@@ -126,17 +126,21 @@ def score_statistics(
     keys = k_mean.to(torch.float64).transpose(1, 2).repeat_interleave(group, dim=1)
     # Centred in float64: equal keys then give exact ties, and a large mean key costs no precision.
     center = keys.mean(dim=2, keepdim=True)
-    centred = (keys - center).to(queries.dtype)
-    scores = queries @ centred.transpose(2, 3)
+    centred = keys - center
+    scores = queries @ centred.to(queries.dtype).transpose(2, 3)
+    # Squares in float64: in float32 scores from 1e19 on would leave an infinite deviation, a z of 0
+    # everywhere and so a tau that does nothing.
     if thresh_type == "exact":
-        variance = scores.square().mean(dim=-1)
+        spread = torch.linalg.vector_norm(scores, dim=-1, dtype=torch.float64)
+        spread = spread / math.sqrt(scores.shape[-1])
     else:
         channel = centred.square().mean(dim=2, keepdim=True)
-        variance = (queries.square() * channel).sum(dim=-1)
+        spread = (queries.double().square() * channel).sum(dim=-1).sqrt()
     unit = scale * LOG2_E
-    std = (variance * unit**2 + VARIANCE_FLOOR).sqrt()
+    std = ((spread * unit).square() + VARIANCE_FLOOR).sqrt()
     mean = unit * (queries @ center.to(queries.dtype).transpose(2, 3)).squeeze(-1)
-    return unit * scores / std[..., None], mean, std
+    z = scores * (unit / std).to(scores.dtype)[..., None]
+    return z, mean, std.to(scores.dtype)
 
 
 def sol_scores(
@@ -279,7 +283,7 @@ def _as_float32(taus: list[float], device: torch.device) -> Tensor:
 
 def _host_scale(scale: object, q: Tensor) -> float:
     """Routing needs the scale on the host; it enters only through the variance floor."""
-    value = checks.scale_argument("scale", scale, q, default=q.shape[3] ** -0.5)
+    value = checks.scale_argument("scale", scale, q, default=checks.default_scale(q.shape[3]))
     if isinstance(value, Tensor):
         raise TypeError(
             f"scale: {value.dtype} tensor on {value.device}, but routing takes a float; "

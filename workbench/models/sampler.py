@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from blockattn import checks
+
 from .dit import AttentionFn, VideoDiT, dense_attention
 from .moving_shapes import CLASS_NAMES
 
@@ -60,6 +62,7 @@ def _class_index(label: int | str, classes: int) -> int:
 
 def initial_noise(shape: Sequence[int], seed: int, device: torch.device | str | None) -> Tensor:
     """Standard normal noise that is equal on every device and for every batch size: float32."""
+    checks.integer("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randn(tuple(shape[1:]), generator=generator) for _ in range(shape[0])]
     return torch.stack(rows).to(device)
@@ -99,6 +102,7 @@ def sample(
     Returns:
         float32 [B, frames, height, width, 3] in [0, 1].
     """
+    checks.finite_number("guidance", guidance)
     weight = model.embed.weight
     device, dtype = device or weight.device, dtype or weight.dtype
     classes = class_indices(labels, model.config.classes)

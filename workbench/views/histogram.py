@@ -22,11 +22,14 @@ def draw_histogram(
     Args:
         ax: where to draw.
         z: z-scores of one head's block pairs, any shape. Scores outside [-8, 12] are counted
-            in the outermost bins.
+            in the outermost bins; what is not finite is left out, and the title says how much.
         tau: the threshold in standard deviations.
         xlim: range of the x axis; by default it fits the scores and tau.
     """
-    scores = array(z).ravel()
+    every = array(z).ravel()
+    scores = every[np.isfinite(every)]
+    if len(scores) < len(every):
+        title = f"{title}  ({len(every) - len(scores):,} of {len(every):,} not finite)".strip()
     above = float((scores > np.float32(tau)).mean()) if scores.size else 0.0
     counts, edges = np.histogram(np.clip(scores, *LIMITS), bins=BINS)
     ax.stairs(counts, edges, fill=True, color="#c5ced9")
