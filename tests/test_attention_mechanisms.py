@@ -34,7 +34,7 @@ from tests.policy_inputs import (
     video,
 )
 from workbench.attention import SparseAttention
-from workbench.call_log import CallCounts
+from workbench.attention.log import CallCounts
 from workbench.config import (
     AttentionConfig,
     QuantAttentionConfig,

@@ -39,9 +39,9 @@ from tests.policy_inputs import (
     tokens,
     video,
 )
-from workbench import sparse_calls
 from workbench.attention import SparseAttention, masked_attention
-from workbench.call_log import CallCounts, density_by_step
+from workbench.attention import calls as sparse_calls
+from workbench.attention.log import CallCounts, density_by_step
 from workbench.config import AttentionConfig, SkipSoftmaxConfig, SolAttnConfig
 from workbench.models.dit import AttentionCall, dense_attention
 from workbench.models.sampler import denoising_times

@@ -25,9 +25,9 @@ from tests.policy_inputs import (
     quiet,
     video,
 )
-from workbench import phase as phase_module
 from workbench.attention import SparseAttention
-from workbench.call_log import CallCounts
+from workbench.attention import phase as phase_module
+from workbench.attention.log import CallCounts
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig
 from workbench.models.dit import AttentionCall, dense_attention
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from blockattn import TokenGrid
 from workbench.capture import QKV, CaptureSpec, CaptureWriter, open_capture
-from workbench.capture_format import combined_digest, tensor_name
+from workbench.capture.format import combined_digest, tensor_name
 
 GRID = TokenGrid((2, 3, 4), prefix=1, suffix=2, order="morton")
 ENTRIES = ((0, 1), (0, 3), (2, 1))

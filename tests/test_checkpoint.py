@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from workbench.checkpoint import candidate_names, read_calibration
 from workbench.config import SkipSoftmaxConfig, SkipSoftmaxParams
+from workbench.config.checkpoint import candidate_names, read_calibration
 
 FORMULA = "a * exp(b * target_sparsity)"
 LOG_FORMULA = "exp(log_a + b * target_sparsity)"

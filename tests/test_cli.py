@@ -14,10 +14,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.tune_inputs import ENTRIES, HEADS, write_capture
-from workbench import cli, report, report_figures
+from workbench import cli
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig, SparseConfig, load_config
-from workbench.tune_session import tune_capture
-from workbench.tune_settings import TuneSettings
+from workbench.tune import figures as report_figures
+from workbench.tune import report
+from workbench.tune.session import tune_capture
+from workbench.tune.settings import TuneSettings
 
 FILES = {
     "config.yaml",

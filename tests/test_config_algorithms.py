@@ -24,7 +24,7 @@ from workbench.config import (
     load_config,
     parse_layers,
 )
-from workbench.config_quant import RECIPES
+from workbench.config.quant import RECIPES
 
 CUTEDSL = [
     {"qk_dtype": "bf16"},
@@ -350,6 +350,6 @@ def test_quantisation_is_written_in_the_servers_schema():
 
 
 def test_reading_a_configuration_needs_no_torch():
-    code = "import sys, workbench.config; print('torch' in sys.modules)"
+    code = "import sys, workbench.config.files; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from workbench import doctor, doctor_text
 from workbench.doctor import Finding, GpuInfo, ImplementationStatus, Report, diagnose
-from workbench.known_versions import CUTE_FIX, REQUIRED_PACKAGES
+from workbench.doctor import checkup as doctor
+from workbench.doctor import text as doctor_text
+from workbench.doctor.versions import CUTE_FIX, REQUIRED_PACKAGES
 
 GOOD = {
     **dict.fromkeys(REQUIRED_PACKAGES, "99"),

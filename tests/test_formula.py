@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.formula import Formula
+from workbench.config.formula import Formula
 
 
 @pytest.mark.parametrize(

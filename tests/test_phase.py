@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.attention.phase import DENSE, SPARSE, StepTime, dense_steps, phase, step_time
 from workbench.models.sampler import denoising_times
-from workbench.phase import DENSE, SPARSE, StepTime, dense_steps, phase, step_time
 
 CUTOFF = 0.9
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import workbench
 from blockattn.errors import UnsupportedError
 from workbench import cli, lab, paths
-from workbench.known_versions import CUTE_SET, MINIMUMS, REQUIRED_PACKAGES, TRIED_CUTE_SETS
+from workbench.doctor.versions import CUTE_SET, MINIMUMS, REQUIRED_PACKAGES, TRIED_CUTE_SETS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -11,6 +11,13 @@ from typer.testing import CliRunner
 from blockattn import TokenGrid
 from workbench import cli
 from workbench.capture import CaptureSpec, open_capture
+from workbench.capture.recorder import (
+    Recorder,
+    SamplingPlan,
+    model_checksum,
+    predict_bytes,
+    record_sampling,
+)
 from workbench.curves import sol_curve
 from workbench.models import (
     AttentionCall,
@@ -20,13 +27,6 @@ from workbench.models import (
     load_model,
     sample,
     save_model,
-)
-from workbench.recorder import (
-    Recorder,
-    SamplingPlan,
-    model_checksum,
-    predict_bytes,
-    record_sampling,
 )
 
 GRID = (2, 3, 4)

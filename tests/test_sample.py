@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tests.policy_inputs import model
-from workbench import cli, sample_report, sample_text
+from workbench import cli
 from workbench.config import (
     AttentionConfig,
     SolAttnConfig,
@@ -23,9 +23,11 @@ from workbench.config import (
     load_config,
 )
 from workbench.models import dense_attention, load_model, sample, save_model
-from workbench.sample import Sampled, SampleSettings, compare, flags, run, sample_variant, units
-from workbench.schedules import cutoff_of, schedule_grid
-from workbench.variants import BASELINE, CONTROL, VSA_BASELINE, Knobs, Variant, variants
+from workbench.sample import report as sample_report
+from workbench.sample import text as sample_text
+from workbench.sample.run import Sampled, SampleSettings, compare, flags, run, sample_variant, units
+from workbench.sample.schedules import cutoff_of, schedule_grid
+from workbench.sample.variants import BASELINE, CONTROL, VSA_BASELINE, Knobs, Variant, variants
 
 GRID = (4, 8, 8)  # 256 tokens: four blocks of 64, four cubes, two tiles a side
 SETTINGS = SampleSettings(grid=GRID, steps=4)
@@ -470,7 +472,7 @@ def test_a_folder_that_exists_is_never_touched(tmp_path: Path):
 
 @pytest.mark.parametrize("count", range(5))
 def test_a_cutoff_keeps_exactly_that_many_steps_dense(count: int):
-    from workbench.phase import dense_steps
+    from workbench.attention.phase import dense_steps
 
     assert dense_steps(SETTINGS.times, cutoff_of(SETTINGS.times, count)) == count
 

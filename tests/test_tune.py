@@ -15,16 +15,16 @@ from torch import Tensor
 
 from blockattn import attend, sol_attention, sol_route
 from tests.tune_inputs import BLOCKS, ENTRIES, HEADS, time_of, write_capture
-from workbench import tune_text
 from workbench.capture import Capture
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig
 from workbench.curves import Curve
 from workbench.devices import choose_device
 from workbench.probe import attention_error
-from workbench.tune import TuneResult, run, units
-from workbench.tune_choice import for_density, for_error, next_above, towards_dense
-from workbench.tune_methods import FALLBACK_LADDER, SkipSoftmax
-from workbench.tune_settings import TuneSettings, knob_values, parse_numbers, parse_values
+from workbench.tune import text as tune_text
+from workbench.tune.choice import for_density, for_error, next_above, towards_dense
+from workbench.tune.methods import FALLBACK_LADDER, SkipSoftmax
+from workbench.tune.run import TuneResult, run, units
+from workbench.tune.settings import TuneSettings, knob_values, parse_numbers, parse_values
 
 STEP = 1 / (BLOCKS**2 * HEADS * len(ENTRIES))  # what one block pair adds to the mean density
 TAUS = (0.0, 1.5, 3.0)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
-from workbench.video import pixels, write_gif, write_sheet
+from workbench.sample.video import pixels, write_gif, write_sheet
 from workbench.views import Strip, draw_tradeoff, draw_videos, new_figure, to_png, videos_size
 
 COLOURS = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]])

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from blockattn import TokenGrid, attend, cube_layout, kept_cubes, vsa_route
 from blockattn.quant_formats import quantise_nvfp4
 from blockattn.vsa import CUBE
-from workbench import cubes, views
+from workbench import views
 from workbench.capture import CaptureSpec, CaptureWriter, open_capture
-from workbench.format_combinations import combination_errors
-from workbench.format_errors import ERROR_COLUMNS, Format, format_errors, format_sizes
-from workbench.mechanism_probes import probe_quantised, probe_vsa
+from workbench.mechanisms import cubes
+from workbench.mechanisms.combinations import combination_errors
+from workbench.mechanisms.formats import ERROR_COLUMNS, Format, format_errors, format_sizes
+from workbench.mechanisms.probes import probe_quantised, probe_vsa
+from workbench.mechanisms.vsa import NAMES, vsa_effect
 from workbench.models import DiTConfig, VideoDiT, save_model
-from workbench.vsa_effect import NAMES, vsa_effect
 
 PNG = b"\x89PNG\r\n\x1a\n"
 GRIDS = st.tuples(*[st.integers(1, 9)] * 3)

@@ -66,8 +66,8 @@ def doctor(
 
     Exit status 1 when something that is required is missing or broken.
     """
-    from workbench import doctor as checks
-    from workbench import doctor_text
+    from workbench.doctor import checkup as checks
+    from workbench.doctor import text as doctor_text
 
     report = checks.examine()
     if json:
@@ -136,8 +136,8 @@ def tune(
     ] = None,
 ) -> None:
     """Density, true error and time of each setting on a capture; choose one and export it."""
-    from workbench.tune_session import tune_capture
-    from workbench.tune_settings import TuneSettings, knob_values, parse_numbers
+    from workbench.tune.session import tune_capture
+    from workbench.tune.settings import TuneSettings, knob_values, parse_numbers
 
     settings = TuneSettings(
         algorithm=algorithm,
@@ -191,9 +191,9 @@ def capture(
 
     The defaults are those of the bundled capture.
     """
+    from workbench.capture.recorder import SamplingPlan, record_sampling
     from workbench.devices import choose_device
     from workbench.models import load_model
-    from workbench.recorder import SamplingPlan, record_sampling
 
     model = load_model(weights, device=choose_device(device))
     plan = SamplingPlan(
@@ -260,10 +260,10 @@ def sample(
     All runs start from the same noise. A second exact implementation of dense attention is always
     among them: what it differs from the first is rounding, the floor under every verdict.
     """
-    from workbench.sample import SampleSettings
-    from workbench.sample_session import sample_variants
-    from workbench.tune_settings import parse_numbers
-    from workbench.variants import Knobs
+    from workbench.sample.run import SampleSettings
+    from workbench.sample.session import sample_variants
+    from workbench.sample.variants import Knobs
+    from workbench.tune.settings import parse_numbers
 
     knobs = Knobs(
         algorithm=algorithm,

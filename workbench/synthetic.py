@@ -16,8 +16,8 @@ from torch import Tensor
 
 from blockattn import TokenGrid, checks
 from workbench.capture import QKV, Capture, open_capture
-from workbench.capture_format import CaptureSpec
-from workbench.capture_writer import LIMIT_BYTES, CaptureWriter
+from workbench.capture.format import CaptureSpec
+from workbench.capture.writer import LIMIT_BYTES, CaptureWriter
 
 # Correlation length along (t, h, w) relative to `smoothness`, and the number of fields; heads take
 # them in turn.

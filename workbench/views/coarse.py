@@ -29,7 +29,7 @@ def draw_coarse(
 
     Args:
         ax: where to draw.
-        shares: ``[N, N]`` of one head of :func:`workbench.cubes.coarse_attention`.
+        shares: ``[N, N]`` of one head of :func:`workbench.mechanisms.cubes.coarse_attention`.
         kept: bool ``[N, N]``, the selection, e.g. ``vsa_route(...).dense()[batch, head]``.
         query: a query cube whose row is marked.
         title: e.g. layer, step, head and sparsity.

@@ -45,7 +45,7 @@ def draw_cubes(
 
     Args:
         figure: an empty figure, which is filled; :func:`cubes_size` gives its best size.
-        cubes: int ``[T, H, W]`` of :func:`workbench.cubes.cube_index`.
+        cubes: int ``[T, H, W]`` of :func:`workbench.mechanisms.cubes.cube_index`.
         video: uint8 ``[frames, height, width, 3]`` behind the panels in grey.
         title: e.g. the grid.
 
@@ -77,7 +77,7 @@ def draw_slots(ax: Axes, filled: ArrayLike | Tensor, title: str = "") -> None:
 
     Args:
         ax: where to draw.
-        filled: bool ``[N, 64]`` of :func:`workbench.cubes.filled_slots`.
+        filled: bool ``[N, 64]`` of :func:`workbench.mechanisms.cubes.filled_slots`.
     """
     slots = array(filled).astype(bool)
     draw_classes(ax, slots.astype(int), {int(key): look for key, look in SLOTS.items()})

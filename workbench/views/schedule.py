@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from workbench.phase import DENSE, dense_steps, phase
+from workbench.attention.phase import DENSE, dense_steps, phase
 from workbench.views.style import ACCENT, INK, MUTED, QUERY, SMALL, tidy
 
 

@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 
 
 class CaptureLike(Protocol):
-    """What the tuner needs of a capture; :class:`workbench.capture.Capture` has it."""
+    """What the tuner needs of a capture; :class:`workbench.capture.reader.Capture` has it."""
 
     grid: TokenGrid
     entries: list[tuple[int, int]]

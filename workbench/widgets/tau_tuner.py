@@ -34,7 +34,7 @@ class TauTuner(widgets.VBox):
     widget and logged; to a script, which has no event loop, it is also raised.
 
     Args:
-        capture: a :class:`workbench.capture.Capture`, or anything with the same attributes.
+        capture: a :class:`workbench.capture.reader.Capture`, or anything with the same attributes.
         device: where to compute; by default CUDA when there is a GPU.
 
     Attributes:

@@ -1,0 +1,291 @@
+"""Captures: recorded q, k, v of a model (or synthetic ones), read lazily from one file.
+
+The file format is described in :mod:`workbench.capture.format`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from blockattn import TokenGrid
+from workbench.attention.phase import step_time
+from workbench.capture.format import (
+    FORMAT,
+    LENGTH_BYTES,
+    PARTS,
+    RESERVED,
+    SOURCES,
+    VERSION,
+    VIDEO,
+    CaptureSpec,
+    combined_digest,
+    tensor_name,
+)
+from workbench.capture.writer import LIMIT_BYTES, CaptureWriter
+from workbench.paths import data_dir
+
+__all__ = ["LIMIT_BYTES", "QKV", "Capture", "CaptureSpec", "CaptureWriter", "open_capture"]
+
+BUNDLED_CAPTURE = "tiny_video_capture.safetensors"
+
+
+@dataclass(frozen=True)
+class QKV:
+    """Inputs of one attention call.
+
+    Attributes:
+        q, k, v: `[B, T, H, D]`, bfloat16 when they come from a file, tokens in the grid's order.
+        layer, step: where they were recorded.
+        time: denoising time in [0, 1], 1 = noisiest.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layer: int
+    step: int
+    time: float
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> QKV:
+        """The same call on another device or in another dtype."""
+        q, k, v = (x.to(device=device, dtype=dtype) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
+
+
+class Capture:
+    """Lazy reader of one capture file; made by :func:`open_capture`.
+
+    Attributes:
+        path: the file.
+        grid: tokens along (t, h, w), text and token order.
+        entries: (layer, step) present, sorted. layers, steps: those that occur, sorted.
+        source: `model` or `synthetic`.
+        title: a human label that says "synthetic" when the source is.
+        metadata: every fact in the header, as strings.
+        checksum: sha256 over all tensors, as the header states it; `verify()` compares.
+        batch, heads, kv_heads, head_dim: sizes of q and of k, v.
+    """
+
+    def __init__(self, path: Path, metadata: Mapping[str, str], shapes: Mapping[str, Shape]):
+        self.path = path
+        self.metadata = metadata
+        spec, times = _described(path, metadata, shapes)
+        self._check_tensors(spec, shapes)
+        self._spec = spec
+        self._times = times
+        self.grid = spec.grid
+        self.entries = list(spec.entries)
+        self.layers = sorted({layer for layer, _ in self.entries})
+        self.steps = sorted({step for _, step in self.entries})
+        self.source = cast(Literal["model", "synthetic"], spec.source)
+        self.title = spec.title
+        self.checksum = metadata["sha256"]
+        self.batch, self.heads, self.head_dim = spec.batch, spec.heads, spec.head_dim
+        self.kv_heads = spec.part_shape("k")[2]
+
+    def load(self, layer: int, step: int) -> QKV:
+        """Reads one entry into memory.
+
+        Raises:
+            ValueError: there is no such entry; the message lists those there are.
+        """
+        time = self.time(layer, step)
+        with _opened(self.path) as file:
+            q, k, v = (file.get_tensor(tensor_name(layer, step, part)) for part in PARTS)
+        return QKV(q, k, v, layer, step, time)
+
+    def time(self, layer: int, step: int) -> float:
+        """Denoising time of an entry, 1 = noisiest."""
+        if (layer, step) not in self._times:
+            raise ValueError(
+                f"layer={layer!r}, step={step!r}: not in {self.path}, which holds (layer, step) "
+                f"{self.entries}"
+            )
+        return self._times[layer, step]
+
+    @cached_property
+    def video(self) -> Tensor | None:
+        """The sampled video, uint8 `[frames, height, width, 3]`, or None."""
+        if self._spec.video_shape is None:
+            return None
+        with _opened(self.path) as file:
+            return file.get_tensor(VIDEO)
+
+    def verify(self) -> None:
+        """Reads everything and compares the checksums.
+
+        Raises:
+            ValueError: bytes changed since the file was written; the message names the tensors.
+        """
+        stated = _stated_digests(self.metadata["tensor_sha256"])
+        found = {}
+        with _opened(self.path) as file:
+            for name in self._spec.tensors:
+                data = file.get_tensor(name).contiguous().view(torch.uint8).numpy().data
+                found[name] = hashlib.sha256(data).hexdigest()
+        damaged = [name for name, digest in found.items() if stated.get(name) != digest]
+        if damaged or combined_digest(found) != self.checksum:
+            raise ValueError(
+                f"{self.path}: checksum mismatch in {damaged or 'the header'}; the file changed "
+                "after it was recorded: copy it or record it again"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"Capture({str(self.path)!r}, {self.title!r}, grid {self.grid.shape}, "
+            f"{self.heads} heads of {self.head_dim}, layers {self.layers}, steps {self.steps})"
+        )
+
+    def _check_tensors(self, spec: CaptureSpec, shapes: Mapping[str, Shape]) -> None:
+        for name, wanted in spec.tensors.items():
+            if name not in shapes:
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} is missing, though the header lists its entry; "
+                    "record it again"
+                )
+            dtype, shape = shapes[name]
+            if (dtype, shape) != (wanted.dtype, wanted.shape):
+                raise ValueError(
+                    f"{self.path}: {name} is {dtype} {list(shape)}, but grid {spec.grid.shape} "
+                    f"asks for {wanted.dtype} {list(wanted.shape)}; record it again"
+                )
+
+
+Shape = tuple[str, tuple[int, ...]]
+"""Safetensors dtype and shape of a tensor, from the header alone."""
+
+
+def open_capture(path: str | Path | None = None) -> Capture:
+    """Opens a capture and checks its header; tensors are read when asked for.
+
+    Args:
+        path: a file made by `workbench capture` or `workbench synth`; None = the bundled one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is truncated, no safetensors file, of another format or version, lacks a
+            tensor, or has one of a wrong dtype or shape. Each names the file and the fix.
+    """
+    chosen = data_dir() / BUNDLED_CAPTURE if path is None else Path(path)
+    if not chosen.is_file():
+        raise FileNotFoundError(
+            f"{chosen}: no such file; make one with `workbench capture --out FILE`, or leave the "
+            "path out for the bundled capture"
+        )
+    with _opened(chosen) as file:
+        metadata = dict(file.metadata() or {})
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+    return Capture(chosen, metadata, shapes)
+
+
+def _stated_digests(text: str) -> dict[str, str]:
+    """Checksum of each tensor by the header; none where that entry itself is damaged."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(str(path), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {_what_is_wrong(path)} ({error})") from error
+
+
+def _what_is_wrong(path: Path) -> str:
+    """Why safetensors refused a file, and the fix."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        room = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        text = file.read(min(room, size))
+    try:
+        header = json.loads(text)
+        stop = max(x["data_offsets"][1] for key, x in header.items() if key != "__metadata__")
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return "no capture: it is not a safetensors file; make one with `workbench capture`"
+    wanted = LENGTH_BYTES + room + stop
+    return f"truncated: {size:,} bytes of {wanted:,}; copy or record it again"
+
+
+def _described(
+    path: Path, metadata: Mapping[str, str], shapes: Mapping[str, Shape]
+) -> tuple[CaptureSpec, dict[tuple[int, int], float]]:
+    """What the header says the file holds, and the time of every entry."""
+    _check_format(path, metadata)
+    lacking = [key for key in RESERVED if key not in metadata]
+    if lacking:
+        raise ValueError(f"{path}: the header lacks {lacking}; record it again")
+    try:
+        times = _times(json.loads(metadata["entries"]))
+        spec = CaptureSpec(
+            grid=_grid(metadata),
+            entries=tuple(times),
+            source=metadata["source"],
+            title=metadata["title"],
+            details={key: value for key, value in metadata.items() if key not in RESERVED},
+            **_sizes(path, next(iter(times)), shapes),
+        )
+    except (ValueError, TypeError, LookupError, StopIteration) as error:
+        raise ValueError(f"{path}: the header is damaged: {error}; record it again") from error
+    return spec, times
+
+
+def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: its format is {metadata.get('format')!r}, a capture has {FORMAT!r}; "
+            "make one with `workbench capture`"
+        )
+    if metadata.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: capture format version {metadata.get('version')!r}, this workbench reads "
+            f"{VERSION!r}; record it again or use the workbench that wrote it"
+        )
+    if metadata.get("source") not in SOURCES:
+        raise ValueError(f"{path}: source is {metadata.get('source')!r}, must be one of {SOURCES}")
+
+
+def _times(rows: list[tuple[int, int, float]]) -> dict[tuple[int, int], float]:
+    """Denoising time by (layer, step); a time decides which entries a dense phase leaves out."""
+    times: dict[tuple[int, int], float] = {}
+    for layer, step, time in rows:
+        if (layer, step) in times:
+            raise ValueError(f"(layer, step) ({layer}, {step}) is listed twice")
+        moment = step_time(time, name=f"time of (layer, step) ({layer}, {step})")
+        if moment is None:
+            raise ValueError(f"(layer, step) ({layer}, {step}) has no time")
+        times[layer, step] = moment.value
+    return times
+
+
+def _grid(metadata: Mapping[str, str]) -> TokenGrid:
+    shape = tuple(json.loads(metadata["grid"]))
+    prefix, suffix = int(metadata["prefix"]), int(metadata["suffix"])
+    return TokenGrid(shape, prefix=prefix, suffix=suffix, order=metadata["order"])
+
+
+def _sizes(path: Path, entry: tuple[int, int], shapes: Mapping[str, Shape]) -> dict:
+    """Batch, heads and head dim from the first entry; the grid decides about the tokens."""
+    names = [tensor_name(*entry, part) for part in ("q", "k")]
+    for name in names:
+        if name not in shapes:
+            raise LookupError(f"tensor {name!r} is missing")
+        if len(shapes[name][1]) != 4:
+            raise ValueError(f"{name} has shape {list(shapes[name][1])}, expected [B, T, H, D]")
+    (_, q), (_, k) = (shapes[name] for name in names)
+    video = shapes[VIDEO][1][:3] if VIDEO in shapes else None
+    sizes = {"batch": q[0], "heads": q[2], "head_dim": q[3], "kv_heads": k[2]}
+    return {**sizes, "video_shape": video}

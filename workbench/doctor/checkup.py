@@ -1,0 +1,257 @@
+"""What this machine can run and why not the rest: `workbench doctor`.
+
+`diagnose` is a plain function of versions and GPU, so that a test can plant any combination.
+Nothing optional is imported: versions come from the metadata of installed distributions.
+The JSON report (`to_json`) has the keys of `Report`, plus `schema` (1) and `ok`; keys are only
+ever added to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from workbench.doctor.versions import (
+    CUTE_FIX,
+    CUTE_PACKAGES,
+    MINIMUMS,
+    OPTIONAL_PACKAGES,
+    REQUIRED_PACKAGES,
+    RULES,
+    TRIED_CUTE_SETS,
+    Rule,
+)
+
+Level = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know. `error`: something required is missing or broken; `fix`: a command."""
+
+    level: Level
+    topic: str
+    text: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """A CUDA device as torch sees it; `capability` is (major, minor), memory is in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class ImplementationStatus:
+    """Whether an implementation of `attend` can run here; `why_not` is None when it can."""
+
+    name: str
+    why_not: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that `workbench doctor` found. `packages` maps a distribution to its version or None."""
+
+    platform: str
+    python: str
+    torch_cuda: str | None
+    driver: str | None
+    gpus: list[GpuInfo]
+    packages: dict[str, str | None]
+    chromium: str | None
+    implementations: list[ImplementationStatus]
+    findings: list[Finding]
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing that is required is missing or broken."""
+        return all(finding.level != "error" for finding in self.findings)
+
+
+def diagnose(
+    versions: Mapping[str, str], gpu: GpuInfo | None, *, driver: str | None = None
+) -> list[Finding]:
+    """Judge a set of installed versions.
+
+    Args:
+        versions: distribution name -> version of what is installed; "python" is one of the names.
+        gpu: the first GPU that torch sees, or None.
+        driver: version of the NVIDIA kernel driver, or None without one.
+
+    Returns:
+        Findings, errors first. An empty list means that nothing is wrong.
+    """
+    findings = [
+        *_missing(versions),
+        *_too_old(versions),
+        *_broken_rules(versions),
+        *_cute_stack(versions),
+        *_gpu(versions, gpu, driver),
+    ]
+    order: dict[Level, int] = {"error": 0, "warning": 1, "note": 2}
+    return sorted(findings, key=lambda finding: order[finding.level])
+
+
+def _missing(versions: Mapping[str, str]) -> Iterator[Finding]:
+    for name in REQUIRED_PACKAGES:
+        if name not in versions and not (name == "triton" and platform.system() != "Linux"):
+            yield Finding("error", name, f"{name} is not installed", f"pip install {name}")
+
+
+def _too_old(versions: Mapping[str, str]) -> Iterator[Finding]:
+    for name, minimum in MINIMUMS.items():
+        have = versions.get(name)
+        if have is not None and not _matches(have, f">={minimum}"):
+            fix = None if name == "python" else f"pip install '{name}>={minimum}'"
+            yield Finding("error", name, f"{name} {have} is older than {minimum}", fix)
+
+
+def _broken_rules(versions: Mapping[str, str]) -> Iterator[Finding]:
+    for rule in RULES:
+        if _applies(rule, versions):
+            have = ", ".join(f"{name} {versions[name]}" for name in rule.when)
+            yield Finding("warning", next(iter(rule.when)), f"{have}: {rule.why}", rule.fix)
+
+
+def _applies(rule: Rule, versions: Mapping[str, str]) -> bool:
+    present = all(
+        name in versions and _matches(versions[name], spec) for name, spec in rule.when.items()
+    )
+    return present and all(name not in versions for name in rule.absent)
+
+
+def _cute_stack(versions: Mapping[str, str]) -> Iterator[Finding]:
+    have = {name: versions[name] for name in CUTE_PACKAGES if name in versions}
+    listed = ", ".join(f"{name} {version}" for name, version in have.items())
+    if have and len(have) < len(CUTE_PACKAGES):
+        lacking = ", ".join(name for name in CUTE_PACKAGES if name not in versions)
+        yield Finding("note", "cute", f"only {listed}; the cute stack lacks {lacking}", CUTE_FIX)
+    elif have and tuple(have.values()) not in TRIED_CUTE_SETS:
+        yield Finding("warning", "cute", f"{listed}: not a set that was tried together", CUTE_FIX)
+    yield from _mixed_libraries(versions)
+
+
+def _mixed_libraries(versions: Mapping[str, str]) -> Iterator[Finding]:
+    dsl = versions.get("nvidia-cutlass-dsl")
+    for suffix in ("base", "cu12", "cu13"):
+        name = f"nvidia-cutlass-dsl-libs-{suffix}"
+        if dsl is not None and versions.get(name, dsl) != dsl:
+            text = f"{name} {versions[name]} does not match nvidia-cutlass-dsl {dsl}"
+            yield Finding("warning", "cute", text, CUTE_FIX)
+
+
+def _gpu(versions: Mapping[str, str], gpu: GpuInfo | None, driver: str | None) -> Iterator[Finding]:
+    torch = versions.get("torch")
+    if gpu is not None or torch is None:
+        return
+    if driver is None:
+        yield Finding("note", "gpu", "no NVIDIA driver here: the CPU implementations run")
+    elif "+cpu" in torch:
+        text = f"NVIDIA driver {driver} is here, but torch {torch} is a build without CUDA"
+        fix = f"pip uninstall -y torch && pip install torch=={torch.partition('+')[0]}"
+        yield Finding("warning", "gpu", text, f"{fix}  (from an index that has the CUDA build)")
+    else:
+        text = f"NVIDIA driver {driver} is here, but torch {torch} sees no GPU"
+        yield Finding("warning", "gpu", text, "check CUDA_VISIBLE_DEVICES, then nvidia-smi")
+
+
+def _matches(version: str, spec: str) -> bool:
+    """PEP 440 match, pre-releases included. A version that is no PEP 440 version matches none."""
+    try:
+        public = Version(Version(version).public)
+    except InvalidVersion:
+        return False
+    return SpecifierSet(spec).contains(public, prereleases=True)
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those of the named distributions that are installed here."""
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Version of the NVIDIA kernel driver, or None without one (or where it is not readable)."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return None
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match.group(1) if match else None
+
+
+def chromium_path() -> str | None:
+    """The browser that the browser test would drive."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+def _torch_devices() -> tuple[str | None, list[GpuInfo]]:
+    """CUDA version torch was built for, and the GPUs it sees. Needs torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.version.cuda, []
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        gpus.append(GpuInfo(found.name, (found.major, found.minor), found.total_memory))
+    return torch.version.cuda, gpus
+
+
+def implementation_statuses() -> list[ImplementationStatus]:
+    """Every implementation of `attend`, and why it cannot run here. Needs torch."""
+    from blockattn.impl import registry
+
+    return [ImplementationStatus(i.name, i.why_not()) for i in registry.implementations()]
+
+
+def examine() -> Report:
+    """Look at this machine."""
+    names = [*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES]
+    found = installed_versions(names)
+    driver = driver_version()
+    cuda, gpus, implementations, broken = None, [], [], []
+    try:
+        cuda, gpus = _torch_devices()
+        implementations = implementation_statuses()
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch does not load
+        broken.append(Finding("error", "import", f"{type(error).__name__}: {error}"))
+    versions = {"python": platform.python_version(), **found}
+    findings = diagnose(versions, gpus[0] if gpus else None, driver=driver)
+    return Report(
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch_cuda=cuda,
+        driver=driver,
+        gpus=gpus,
+        packages={name: found.get(name) for name in names},
+        chromium=chromium_path(),
+        implementations=implementations,
+        findings=[*broken, *findings],
+    )
+
+
+def to_json(report: Report) -> str:
+    """The report as a JSON object; see the module docstring for the promise it keeps."""
+    return json.dumps({"schema": 1, "ok": report.ok, **dataclasses.asdict(report)}, indent=2)

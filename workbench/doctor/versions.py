@@ -1,0 +1,114 @@
+"""Which versions belong together: data of `workbench.doctor.checkup`, learnt by trying them.
+
+A `Rule` describes a combination that does not work, and the command that mends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+REQUIRED_PACKAGES = (
+    "torch", "triton", "numpy", "safetensors", "pydantic", "pyyaml", "matplotlib", "packaging",
+    "ipywidgets", "jupyterlab", "ipykernel", "tqdm", "typer", "rich",
+)  # fmt: skip
+CUTE_PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels", "flash-attn-4")
+OPTIONAL_PACKAGES = (
+    *CUTE_PACKAGES,
+    "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi", "nvidia-cudnn-frontend", "anywidget", "nbmake", "pytest", "hypothesis",
+    "playwright",
+)  # fmt: skip
+MINIMUMS: Mapping[str, str] = {
+    "python": "3.11", "torch": "2.11", "triton": "3.6", "pydantic": "2", "ipywidgets": "8",
+    "jupyterlab": "4",
+}  # fmt: skip
+
+CUTE_SET = (
+    "nvidia-cutlass-dsl[cu13]==4.6.1",
+    "quack-kernels==0.6.2",
+    "flash-attn-4==4.0.0b19",
+)
+CUTE_FIX = f"pip install '{CUTE_SET[0]}' {' '.join(CUTE_SET[1:])}"
+
+# (cutlass-dsl, quack, flash-attn-4) that install, import and compile flash-attn-4's forward for
+# both sm_90a and sm_100a. The first and the last also ran on an H200.
+TRIED_CUTE_SETS = frozenset(
+    {
+        ("4.6.1", "0.6.2", "4.0.0b19"),
+        ("4.6.2", "0.6.4", "4.0.0b36"),
+        ("4.6.3", "0.6.3", "4.0.0b36"),
+        ("4.7.1", "0.6.5", "4.0.0b36"),
+        ("4.8.1", "0.6.5", "4.0.0b36"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that fails: every package of `when` matches and none of `absent` is there."""
+
+    when: Mapping[str, str]
+    why: str
+    fix: str
+    absent: tuple[str, ...] = field(default=())
+
+
+def _quack(version: str, excluded: str, wanted: str) -> Rule:
+    return Rule(
+        when={"quack-kernels": version, "nvidia-cutlass-dsl": excluded},
+        why=f"this quack-kernels works with cutlass-dsl {wanted} only",
+        fix=CUTE_FIX,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        when={"triton": "==3.6.0", "numpy": ">=2.4"},
+        why="triton's interpreter fails on a loop with a run-time bound (compiled kernels work)",
+        fix="pip install 'numpy<2.4'  (or triton==3.7.1 beside torch 2.13)",
+    ),
+    Rule(
+        when={"ipykernel": ">=7"},
+        why="a notebook with Output and clear_output stalls in about one run in seven",
+        fix="pip install 'ipykernel<7'",
+    ),
+    Rule(
+        when={"nvidia-cutlass-dsl": ">=4.6", "flash-attn-4": "==4.0.0b19"},
+        absent=("nvidia-cutlass-dsl-libs-cu13",),
+        why="without the CUDA 13 libraries the first compilation ends in a TypeError in `fmax`",
+        fix=CUTE_FIX,
+    ),
+    Rule(
+        when={"nvidia-cutlass-dsl": ">=4.6", "flash-attn-4": "<4.0.0b19"},
+        why="flash-attn-4 before b19 uses names that cutlass-dsl 4.6 removed",
+        fix=CUTE_FIX,
+    ),
+    Rule(
+        when={"nvidia-cutlass-dsl": "!=4.6.0.dev0", "flash-attn-4": ">=4.0.0b20,<=4.0.0b26"},
+        why="flash-attn-4 b20 to b26 require cutlass-dsl 4.6.0.dev0, a development build",
+        fix=CUTE_FIX,
+    ),
+    Rule(
+        when={"nvidia-cutlass-dsl": "<4.6.2", "flash-attn-4": ">=4.0.0b27"},
+        why="flash-attn-4 from b27 on requires cutlass-dsl >=4.6.2 (with 4.6.1 sm_100a fails)",
+        fix=CUTE_FIX,
+    ),
+    _quack(">=0.6.0,<=0.6.1", "!=4.6.0", "4.6.0"),
+    _quack("==0.6.2", "!=4.6.1", "4.6.1"),
+    _quack("==0.6.3", "<4.6.0", "4.6.x"),
+    _quack("==0.6.3", ">=4.7", "4.6.x"),
+    _quack("==0.6.4", "!=4.6.2", "4.6.2"),
+    _quack(">=0.6.5", "<4.7", ">=4.7"),
+    Rule(
+        when={"quack-kernels": ">=0"},
+        absent=("triton",),
+        why="quack-kernels imports triton, which is not installed",
+        fix="pip install 'triton>=3.6'",
+    ),
+    Rule(
+        when={"flash-attn-4": ">=0", "apache-tvm-ffi": ">=0.2"},
+        why="the cute stack requires apache-tvm-ffi <0.2",
+        fix="pip install 'apache-tvm-ffi<0.2'",
+    ),
+)

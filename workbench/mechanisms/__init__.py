@@ -1,0 +1,1 @@
+"""What the notebooks about single mechanisms compute: plain functions on a capture."""

@@ -1,0 +1,1 @@
+"""`workbench sample`: a video by every mechanism, beside dense attention and an exact control."""
