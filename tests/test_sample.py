@@ -508,3 +508,16 @@ def test_dense_attention_is_what_the_baseline_calls():
     found = sample_variant(model(), Variant(BASELINE, role="baseline"), SETTINGS, 4)
     assert len(seen) == len(found.records) == CALLS
     assert torch.equal(video[0], found.video)
+
+
+def test_vsa_weights_that_no_variant_uses_are_an_error(tmp_path: Path):
+    done = command("--algorithm", "sol_attn", "--vsa-weights", tmp_path / "unused.safetensors")
+    assert isinstance(done.exception, ValueError)
+    assert "unused.safetensors" in str(done.exception)
+    assert "choose the algorithm vsa" in str(done.exception)
+
+
+def test_a_missing_configuration_file_is_named(tmp_path: Path):
+    done = command("--config", tmp_path / "none.yaml")
+    assert isinstance(done.exception, FileNotFoundError)
+    assert "no such configuration file" in str(done.exception)

@@ -148,6 +148,8 @@ def load_config(source: str | Path) -> VisualGenConfig:
         ValueError: no YAML, or not the schema; one line for each fault with the path of its field.
     """
     where = str(source) if isinstance(source, Path) else "configuration"
+    if isinstance(source, Path) and not source.is_file():
+        raise FileNotFoundError(f"{where}: no such configuration file; give the path of a YAML file")
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
     try:
         data = yaml.load(text, _UniqueKeys)

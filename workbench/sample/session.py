@@ -66,6 +66,11 @@ def sample_variants(
     files = _files(weights, vsa_weights)
     chosen = variants(knobs, named_configs(configs), fine_tuned="vsa" in files)
     used = {"base", *(variant.weights for variant in chosen)}
+    if vsa_weights is not None and "vsa" not in used:
+        raise ValueError(
+            f"vsa_weights={str(vsa_weights)!r}: none of {', '.join(v.name for v in chosen)} uses "
+            "them; choose the algorithm vsa, or leave them out"
+        )
     files = {name: path for name, path in files.items() if name in used}
     place = {"device": choose_device(device), "dtype": DTYPES[dtype]}
     models = {name: _model(name, path, **place) for name, path in files.items()}
