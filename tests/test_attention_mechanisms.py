@@ -66,7 +66,9 @@ def test_vsa_takes_the_gate_of_a_gated_model():
 
 
 @pytest.mark.parametrize(("config", "options"), [(SOL, {}), (SKIP, {}), (VSA, {"gate": "zero"})])
-def test_weakness_37_samples_of_a_batch_do_not_see_each_other(config: Any, options: dict[str, Any]):
+def test_sol_weakness_37_samples_of_a_batch_do_not_see_each_other(
+    config: Any, options: dict[str, Any]
+):
     one, two = qkv(), [x.flip(1) for x in qkv()]
     attention = SparseAttention(config, **options)
     both = attention(*(torch.cat(pair) for pair in zip(one, two)), CALL)
@@ -74,7 +76,7 @@ def test_weakness_37_samples_of_a_batch_do_not_see_each_other(config: Any, optio
     torch.testing.assert_close(both[1:], attention(*two, CALL))
 
 
-def test_weakness_34_grouped_heads_under_vsa_are_a_value_error():
+def test_sol_weakness_34_grouped_heads_under_vsa_are_a_value_error():
     q, k, v = tokens(heads=4), tokens(heads=2, seed=1), tokens(heads=2, seed=2)
     with pytest.raises(ValueError, match="VSA does not serve GQA"):
         SparseAttention(VSA, gate="zero")(q, k, v, CALL)
@@ -86,7 +88,7 @@ def test_a_grid_of_other_tokens_under_vsa_is_a_value_error():
 
 
 @pytest.mark.parametrize(("start", "rows"), [(None, slice(226, 256)), (10, slice(10, 40))])
-def test_weakness_36_the_query_rows_of_a_sink_are_dense(start: int | None, rows: slice):
+def test_sol_weakness_36_the_query_rows_of_a_sink_are_dense(start: int | None, rows: slice):
     q, k, v = qkv()
     baseline = Dense()
     config = SolAttnConfig(tau=3.0)
@@ -102,7 +104,7 @@ def test_weakness_36_the_query_rows_of_a_sink_are_dense(start: int | None, rows:
     assert baseline.calls == 1
 
 
-def test_weakness_40_a_shard_divides_by_the_length_of_the_whole_sequence():
+def test_skip_weakness_40_a_shard_divides_by_the_length_of_the_whole_sequence():
     q, k, v = qkv()
     whole = SkipSoftmaxConfig(threshold_scale_factor=0.9 * 4 * TOKENS)
     out = SparseAttention(whole, key_tokens=4 * TOKENS)(q, k, v, CALL)

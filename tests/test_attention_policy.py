@@ -1,7 +1,6 @@
 """Where the policy sends each call, what it counts, warns of and raises.
 
-Tests named after a weakness guard against it: those from 22 on are of the Sol-Attn specification's
-section 14.3, those below and some of its neighbours of section 8 of the SkipSoftmax one.
+Tests named after a weakness guard against it; test_weaknesses.py says which lists are meant.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def test_a_sparse_call_equals_the_mechanism_itself():
 
 @pytest.mark.parametrize("time", [CUTOFF, math.nextafter(CUTOFF, 1), 1.0])
 @pytest.mark.parametrize("config", [SOL, SKIP])
-def test_weakness_24_dense_steps_run_the_baselines_own_kernel(time: float, config: Any):
+def test_sol_weakness_24_dense_steps_run_the_baselines_own_kernel(time: float, config: Any):
     q, k, v = qkv()
     baseline = Dense()
     out = SparseAttention(config, dense=baseline)(q, k, v, replace(CALL, time=time))
@@ -155,7 +154,7 @@ def off_switches() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", off_switches())
-def test_weakness_27_sparse_off_is_byte_identical_to_dense_over_a_whole_video(name: str):
+def test_skip_weakness_27_sparse_off_is_byte_identical_to_dense_over_a_whole_video(name: str):
     attention = SparseAttention(off_switches()[name], num_layers=2, strict=True)
     assert torch.equal(video(attention), video(dense_attention))
     counts = attention.counts()
@@ -182,7 +181,7 @@ def test_a_video_with_sparsity_differs_and_every_call_is_accounted_for(
     assert attention.counts().total == len(attention.records) == 6
 
 
-def test_weakness_2_times_reach_every_call_and_density_is_recorded_per_step():
+def test_skip_weakness_2_times_reach_every_call_and_density_is_recorded_per_step():
     attention = SparseAttention(SolAttnConfig(tau=9.0, disabled_until_timestep=CUTOFF), record=True)
     video(attention)
     times = denoising_times(3)[:-1]
@@ -195,7 +194,7 @@ def test_weakness_2_times_reach_every_call_and_density_is_recorded_per_step():
     assert {r.impl for r in attention.records if r.step == 0} == {"baseline"}
 
 
-def test_weakness_1_a_record_shows_that_tiles_were_skipped_and_what_ran():
+def test_skip_weakness_1_a_record_shows_that_tiles_were_skipped_and_what_ran():
     q, k, v = qkv()
     attention = SparseAttention(SKIP_MXFP8, record=True, impl="reference")
     attention(q, k, v, CALL)
@@ -212,7 +211,7 @@ def test_weakness_1_a_record_shows_that_tiles_were_skipped_and_what_ran():
 # --- counters, warnings, strictness
 
 
-def test_weakness_22_an_ineligible_call_is_dense_counted_and_named():
+def test_sol_weakness_22_an_ineligible_call_is_dense_counted_and_named():
     q, k, v = (x.requires_grad_() for x in qkv())
     baseline = Dense()
     attention = SparseAttention(SOL, dense=baseline)
@@ -224,7 +223,7 @@ def test_weakness_22_an_ineligible_call_is_dense_counted_and_named():
     assert str(attention.counts()) == "0 sparse, 1 ineligible (gradient)"
 
 
-def test_weakness_23_each_reason_warns_once():
+def test_skip_weakness_23_each_reason_warns_once():
     attention = SparseAttention(SOL, dense=lambda q, k, v, call: q)
     q, k, v = qkv()
     bad = {"dtype": [x.int() for x in (q, k, v)], "rank": [x[0] for x in (q, k, v)]}
@@ -317,7 +316,7 @@ INELIGIBLE: list[tuple[str, Callable[[Tensors], tuple[Any, Any, Any]]]] = [
 
 
 @pytest.mark.parametrize(("reason", "change"), INELIGIBLE)
-def test_weakness_44_every_reason_is_reached_by_a_call_of_its_own(reason: str, change: Any):
+def test_sol_weakness_44_every_reason_is_reached_by_a_call_of_its_own(reason: str, change: Any):
     attention = SparseAttention(SKIP_MXFP8, strict=True)
     with pytest.raises(UnsupportedError, match=rf"\({reason}: "):
         attention(*change(qkv()), CALL)
@@ -335,7 +334,7 @@ def test_what_the_kernels_serve_is_eligible(heads: int, keys: int, dtype: torch.
 
 
 @pytest.mark.parametrize("error", [RuntimeError("launch failed"), TypeError("no such argument")])
-def test_weakness_23_an_exception_of_a_kernel_propagates(
+def test_sol_weakness_23_an_exception_of_a_kernel_propagates(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
     def broken(*args: object, **kwargs: object) -> None:
@@ -357,7 +356,7 @@ def test_an_implementation_that_does_not_exist_is_refused_at_once():
 # --- cross-attention and masks
 
 
-def test_weakness_30_cross_attention_of_equal_length_needs_the_flag_and_has_it():
+def test_sol_weakness_30_cross_attention_of_equal_length_needs_the_flag_and_has_it():
     q, k, v = qkv()
     attention = SparseAttention(SOL)
     out = attention(q, k, v, CALL, cross=True)
@@ -365,14 +364,14 @@ def test_weakness_30_cross_attention_of_equal_length_needs_the_flag_and_has_it()
     assert attention.counts().dense == {"cross-attention": 1}
 
 
-def test_weakness_29_separate_projections_do_not_make_self_attention_cross():
+def test_sol_weakness_29_separate_projections_do_not_make_self_attention_cross():
     q, k, v = (x.clone() for x in qkv())  # three tensors of their own, one sequence
     attention = SparseAttention(SOL)
     attention(q, k, v, CALL)
     assert attention.counts().sparse == 1
 
 
-def test_weakness_35_short_text_keys_never_meet_a_threshold_of_1_or_more():
+def test_skip_weakness_35_short_text_keys_never_meet_a_threshold_of_1_or_more():
     q, k, v = qkv()
     attention = SparseAttention(SkipSoftmaxConfig(threshold_scale_factor=5000.0), strict=True)
     with quiet():
@@ -381,7 +380,7 @@ def test_weakness_35_short_text_keys_never_meet_a_threshold_of_1_or_more():
 
 
 @pytest.mark.parametrize("config", [SKIP, SKIP_MXFP8])
-def test_weakness_35_lambda_of_1_or_more_warns_and_still_runs(config: Any):
+def test_skip_weakness_35_lambda_of_1_or_more_warns_and_still_runs(config: Any):
     factor = 300.0 + 7 * (config is SKIP)  # the kernels warn once per factor and length
     skip = SKIP.model_copy(update={"threshold_scale_factor": factor})
     if config is not SKIP:
@@ -392,7 +391,7 @@ def test_weakness_35_lambda_of_1_or_more_warns_and_still_runs(config: Any):
     assert attention.counts().sparse == 1
 
 
-def test_weakness_31_a_masked_call_honours_its_mask():
+def test_sol_weakness_31_a_masked_call_honours_its_mask():
     q, k, v = qkv()
     padding = torch.arange(TOKENS) < 200
     attention = SparseAttention(SOL)
@@ -410,6 +409,15 @@ def test_a_mask_reaches_cross_attention_and_grouped_heads_too():
     out = SparseAttention(SOL)(q, k, v, CALL, mask=mask[None, None, None])
     k, v = (x[:, :50].repeat_interleave(2, dim=2) for x in (k, v))
     torch.testing.assert_close(out, dense_attention(q, k, v, CALL))
+
+
+@pytest.mark.parametrize(("call", "sink"), [(DENSE_TIME, 0), (CALL, 64)])
+def test_dense_steps_and_the_rows_of_a_sink_take_grouped_heads(call: AttentionCall, sink: int):
+    q, k, v = tokens(TOKENS, heads=4), tokens(TOKENS, heads=2, seed=1), tokens(TOKENS, heads=2)
+    out = SparseAttention(SOL, sink_tokens=sink)(q, k, v, call)
+    dense = dense_attention(q, *(x.repeat_interleave(2, dim=2) for x in (k, v)), call)
+    torch.testing.assert_close(out[:, -sink:], dense[:, -sink:])
+    assert torch.allclose(out, dense, atol=1e-5) is (sink == 0)  # a sink leaves the rest sparse
 
 
 def test_a_row_that_may_attend_to_nothing_is_0():

@@ -45,7 +45,7 @@ def test_the_time_comes_from_begin_step_or_from_the_call(how: str, time: float, 
     assert attention.counts().sparse == sparse
 
 
-def test_weakness_2_and_39_a_missing_time_warns_once_runs_sparse_and_is_recorded():
+def test_skip_weakness_2_and_sol_weakness_39_a_missing_time_warns_once_and_is_recorded():
     attention = SparseAttention(SOL, record=True)
     unknown = replace(CALL, time=None)
     with pytest.warns(UserWarning, match=r"disabled_until_timestep=0\.9: no denoising time"):
@@ -79,7 +79,7 @@ def test_a_time_that_is_none_raises_from_both_ways_in(time: float):
         attention.begin_step(time)
 
 
-def test_weakness_28_two_coordinates_in_one_step_are_an_error():
+def test_sol_weakness_28_two_coordinates_in_one_step_are_an_error():
     attention = SparseAttention(SOL)
     attention.begin_step(0.95)
     with pytest.raises(ValueError, match=r"call\.time=0\.5: begin_step published 0\.95"):
@@ -102,7 +102,7 @@ class CountedTime(torch.Tensor):
 
 
 @pytest.mark.parametrize("published", [True, False])
-def test_weakness_36_a_step_reads_its_time_once_for_all_layers(published: bool):
+def test_skip_weakness_36_a_step_reads_its_time_once_for_all_layers(published: bool):
     CountedTime.reads = 0
     time: Any = torch.tensor([0.95, 0.2]).as_subclass(CountedTime)
     attention = SparseAttention(SOL)
@@ -132,7 +132,7 @@ def test_without_a_dense_phase_no_time_is_read():
     assert CountedTime.reads == 0
 
 
-def test_weakness_27_a_time_on_the_device_is_refused_inside_a_capture(
+def test_sol_weakness_27_a_time_on_the_device_is_refused_inside_a_capture(
     monkeypatch: pytest.MonkeyPatch,
 ):
     attention = SparseAttention(SOL)
@@ -147,7 +147,7 @@ def test_weakness_27_a_time_on_the_device_is_refused_inside_a_capture(
 
 
 @pytest.mark.gpu
-def test_weakness_27_a_capture_on_a_gpu_refuses_the_read_and_takes_a_published_time():
+def test_sol_weakness_27_a_capture_on_a_gpu_refuses_the_read_and_takes_a_published_time():
     attention = SparseAttention(SOL)
     time = torch.tensor(0.95, device="cuda")
     attention.begin_step(time)
@@ -160,7 +160,7 @@ def test_weakness_27_a_capture_on_a_gpu_refuses_the_read_and_takes_a_published_t
     assert attention.counts().dense == {"dense phase": 1}
 
 
-def test_weakness_35_a_second_video_starts_dense_again_without_a_reset():
+def test_sol_weakness_35_a_second_video_starts_dense_again_without_a_reset():
     attention = SparseAttention(SKIP)
     video(attention)
     first = attention.counts()
@@ -173,7 +173,7 @@ def test_weakness_35_a_second_video_starts_dense_again_without_a_reset():
     ("config", "options", "graphs"),
     [(SOL, {}, 2), (SKIP, {}, 2), (VSA, {"gate": "zero"}, 1), (SKIP_MXFP8, {}, 2), (None, {}, 1)],
 )
-def test_weakness_25_and_26_a_compiled_model_has_one_graph_for_each_phase(
+def test_sol_weakness_25_and_26_a_compiled_model_has_one_graph_for_each_phase(
     config: Any, options: dict[str, Any], graphs: int
 ):
     torch._dynamo.reset()
@@ -210,7 +210,9 @@ def test_weakness_25_and_26_a_compiled_model_has_one_graph_for_each_phase(
         ),
     ],
 )
-def test_weakness_4_the_key_flips_exactly_where_the_calls_do(config: Any, from_checkpoint: Any):
+def test_skip_weakness_4_the_key_flips_exactly_where_the_calls_do(
+    config: Any, from_checkpoint: Any
+):
     attention = SparseAttention(config, checkpoint_config=from_checkpoint)
     assert attention.cutoff == CUTOFF
     keys = []

@@ -9,7 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from blockattn import TokenGrid
-from workbench import bench
+from workbench.bench import cpu as bench
+from workbench.bench.files import check_place
 from workbench.cli import app
 
 SMALL = (2, 8, 16)
@@ -93,5 +94,5 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     done = CliRunner().invoke(app, ["bench", "cpu", "--json", str(tmp_path / "file" / "a.json")])
     assert isinstance(done.exception, OSError)
     assert "cannot be written" in str(done.exception)
-    bench.check_place(tmp_path / "new" / "a.json")
+    check_place(tmp_path / "new" / "a.json")
     assert list((tmp_path / "new").iterdir()) == []

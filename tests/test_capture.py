@@ -194,8 +194,15 @@ def test_a_full_disk_is_noticed_before_the_recording(tmp_path: Path, monkeypatch
 # -- a recording that fails leaves no capture ------------------------------------------------------
 
 
-def test_a_recording_that_fails_leaves_the_old_file_and_a_partial_one(file: Path):
+def test_a_capture_replaces_nothing(file: Path):
     before = file.read_bytes()
+    with pytest.raises(FileExistsError, match="replaces nothing"):
+        CaptureWriter(file, spec())
+    assert file.read_bytes() == before
+
+
+def test_a_recording_that_fails_leaves_a_partial_file_alone(tmp_path: Path):
+    file = tmp_path / "a.safetensors"
 
     def break_down() -> None:
         with writer:
@@ -205,7 +212,7 @@ def test_a_recording_that_fails_leaves_the_old_file_and_a_partial_one(file: Path
     writer = CaptureWriter(file, spec())
     with pytest.raises(RuntimeError, match="the sampler broke"):
         break_down()
-    assert file.read_bytes() == before
+    assert not file.exists()
     with pytest.raises(ValueError, match="not a safetensors file"):
         open_capture(writer.partial)
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from tests.tune_inputs import ENTRIES, HEADS, write_capture
 from workbench import cli
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig, SparseConfig, load_config
+from workbench.run_folder import default_folder
 from workbench.tune import figures as report_figures
 from workbench.tune import report
 from workbench.tune.session import tune_capture
@@ -152,10 +153,10 @@ def test_the_default_folder_has_time_and_algorithm_and_is_always_new(
 ):
     monkeypatch.chdir(tmp_path)
     now = datetime(2026, 11, 30, 7, 5, 9)
-    first = report.default_folder("sol_attn", now)
+    first = default_folder("sol_attn", now)
     assert first == Path("runs/20261130-070509-sol_attn")
     first.mkdir(parents=True)
-    assert report.default_folder("sol_attn", now).name == "20261130-070509-sol_attn-2"
+    assert default_folder("sol_attn", now).name == "20261130-070509-sol_attn-2"
 
 
 def test_without_out_the_folder_is_below_runs(

@@ -144,12 +144,12 @@ def test_dense_layers_of_skip_softmax_are_pointed_to_the_checkpoint():
 
 
 @pytest.mark.parametrize("text", [",", "0,,2", " ", "", "0,"])
-def test_weakness_32_empty_entries_of_dense_layers_are_refused(text: str):
+def test_sol_weakness_32_and_skip_weakness_28_empty_entries_of_dense_layers_are_refused(text: str):
     with pytest.raises(ValidationError, match=r"item \d is empty"):
         SolAttnConfig.model_validate({"dense_layers": text})
 
 
-def test_weakness_32_a_descending_range_is_refused():
+def test_sol_weakness_32_a_descending_range_is_refused():
     with pytest.raises(ValidationError, match="a range must ascend, write 2-4"):
         SolAttnConfig.model_validate({"dense_layers": "4-2"})
 
@@ -166,7 +166,7 @@ def test_a_list_of_layers_holds_integers_alone(item: object):
         parse_layers([0, item])
 
 
-def test_weakness_33_the_servers_own_choices_are_no_fields():
+def test_sol_weakness_33_the_servers_own_choices_are_no_fields():
     with pytest.raises(ValidationError, match="the kernel's own choice"):
         SolAttnConfig.model_validate({"kv_splits": "auto"})
 
@@ -253,7 +253,7 @@ def test_a_backend_without_the_recipe_is_refused(
     ("backend", "fields"),
     [*(("CUTEDSL", fields) for fields in CUTEDSL), *(("TRTLLM", fields) for fields in TRTLLM)],
 )
-def test_weakness_6_skip_softmax_composes_with_every_recipe(
+def test_skip_weakness_6_skip_softmax_composes_with_every_recipe(
     backend: str, fields: dict[str, object]
 ):
     config = attention(
@@ -266,7 +266,7 @@ def test_weakness_6_skip_softmax_composes_with_every_recipe(
 
 
 @pytest.mark.parametrize("backend", [None, "CUTEDSL"])
-def test_weakness_6_vsa_excludes_quantisation(backend: str | None):
+def test_skip_weakness_6_vsa_excludes_quantisation(backend: str | None):
     with pytest.raises(ValidationError, match="vsa replaces the dense kernel that would quantise"):
         attention(
             backend=backend,

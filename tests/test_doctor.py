@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -137,24 +136,6 @@ def test_errors_come_before_warnings_and_notes():
 
 def test_a_version_that_pep_440_does_not_know_breaks_nothing():
     assert diagnose({**GOOD, "ipykernel": "unknown"}, HOPPER) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\nGCC 12.2.0 x",
-            "550.54.15",
-        ),
-        ("NVRM version: Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
-        ("something else", None),
-    ],
-)
-def test_the_driver_version_is_read_from_the_kernel(tmp_path: Path, text: str, version: str | None):
-    path = tmp_path / "version"
-    path.write_text(text)
-    assert doctor.driver_version(path) == version
-    assert doctor.driver_version(tmp_path / "absent") is None
 
 
 def planted_report(*findings: Finding) -> Report:

@@ -25,13 +25,13 @@ INTERFACE = {
 
 # Highest first. A module imports from its own row or a lower one. What no row names is analysis.
 LAYERS = (
-    {"workbench.cli", "workbench.__main__"},
+    {"workbench.cli"},
     {"workbench.widgets", "workbench.lab", "workbench.doctor"},
-    {"workbench.tune", "workbench.sample"},
+    {"workbench.tune", "workbench.sample", "workbench.bench"},
     {"workbench.views"},
     {"analysis"},
     {"workbench.attention", "workbench.capture", "workbench.config", "workbench.synthetic"},
-    {"workbench.models"},
+    {"workbench.models", "workbench.fields"},
     {"workbench.paths", "workbench"},
     {"blockattn"},
 )
@@ -110,7 +110,7 @@ def test_the_kernels_and_the_model_know_no_user_interface(module: str):
 def test_optional_packages_are_imported_only_by_the_adapters(module: str):
     names = {name.split(".")[0] for name in imports(module)} & OPTIONAL
     assert not names or module.startswith(
-        ("blockattn.impl.", "workbench.models.", "workbench.widgets.")
+        ("blockattn.impl.", "workbench.models.", "workbench.widgets.", "workbench.bench.peers")
     )
 
 

@@ -60,7 +60,7 @@ def test_a_mean_divides_by_the_true_length():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_are_accumulated_in_float32(dtype):
+def test_sol_weakness_3_sums_are_accumulated_in_float32(dtype):
     # 64 x 257 in bfloat16 steps would stop growing: 256 + 1 rounds back to 256.
     x = torch.ones(1, 64, 1, 1, dtype=dtype)
     x[0, 0] = 256

@@ -374,7 +374,7 @@ def test_every_operator_of_the_library_is_checked():
 
 
 @pytest.mark.parametrize("function", sorted({knob.function for knob in KNOBS}, key=str))
-def test_an_operator_takes_every_parameter_of_its_function(function):
+def test_sol_weakness_43_an_operator_takes_every_parameter_of_its_function(function):
     schema = getattr(OPERATORS, function.__name__).default._schema
     names = (argument.name for argument in schema.arguments)
     parts = ("route_", "tail_", "grid_")

@@ -14,7 +14,6 @@ from blockattn import TokenGrid, UnsupportedError, attend, skip_softmax_attentio
 from workbench.probe import (
     attention_error,
     density_per_head,
-    measure,
     probe_skip,
     probe_sol,
     time_ratio,
@@ -171,21 +170,14 @@ def test_an_implementation_that_does_not_exist_is_refused():
 # -- time ------------------------------------------------------------------------------------------
 
 
-def test_a_measurement_runs_warm_up_and_repeats_and_gives_the_median(monkeypatch):
-    calls, clock = [], iter([0.0, 1.0, 10.0, 15.0, 20.0, 22.0])
+def test_a_time_ratio_warms_up_interleaves_the_two_calls_and_takes_medians(monkeypatch):
+    times = (0.0, 1.0, 1.0, 5.0, 5.0, 10.0, 10.0, 20.0, 20.0, 22.0, 22.0, 26.0)
+    order, clock = [], iter(times)  # sparse takes 1, 5, 2 seconds and dense 4, 10, 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    assert measure(lambda: calls.append(0), repeats=3, warmup=2) == 2.0  # of 1, 5 and 2 seconds
-    assert len(calls) == 5
-
-
-def test_a_time_ratio_interleaves_the_two_calls(monkeypatch):
-    order, clock = [], iter([0.0, 1.0, 1.0, 5.0, 5.0, 6.0, 6.0, 10.0])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    found = time_ratio(lambda: order.append("s"), lambda: order.append("d"), repeats=2, warmup=1)
-    assert order == ["s", "d", "s", "d", "s", "d"]
-    assert found == (0.25, 1.0, 4.0)
+    found = time_ratio(lambda: order.append("s"), lambda: order.append("d"), repeats=3, warmup=2)
+    assert order == ["s", "d"] * 5
+    assert found == (0.5, 2.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +185,11 @@ def test_a_time_ratio_interleaves_the_two_calls(monkeypatch):
 )
 def test_counts_that_make_no_sense_are_refused(repeats, warmup, error: type[Exception]):
     with pytest.raises(error, match=r"repeats=|warmup="):
-        measure(lambda: None, repeats=repeats, warmup=warmup)
-    with pytest.raises(error, match=r"repeats=|warmup="):
         time_ratio(lambda: None, lambda: None, repeats=repeats, warmup=warmup)
 
 
 @pytest.mark.gpu
 def test_a_gpu_call_is_timed_by_the_gpu():
     x = torch.randn(4096, 4096, device="cuda")
-    assert measure(lambda: x @ x) > 1e-5
+    found = time_ratio(lambda: x @ x, lambda: x @ x)
+    assert min(found.sparse, found.dense) > 1e-5

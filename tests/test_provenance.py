@@ -97,11 +97,22 @@ def test_an_installed_package_has_no_git_state(monkeypatch):
     assert provenance(None, {})["git"] is None
 
 
-def test_the_driver_version_is_read_where_there_is_one(tmp_path: Path):
-    text = tmp_path / "version"
-    text.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  575.57.08  Release Build\n")
-    assert driver_version(text) == "575.57.08"
-    assert driver_version(tmp_path / "none") is None
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\nGCC 12.2.0 x",
+            "550.54.15",
+        ),
+        ("NVRM version: Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
+        ("something else", None),
+    ],
+)
+def test_the_driver_version_is_read_from_the_kernel(tmp_path: Path, text: str, version: str | None):
+    path = tmp_path / "version"
+    path.write_text(text)
+    assert driver_version(path) == version
+    assert driver_version(tmp_path / "absent") is None
 
 
 def test_a_large_file_is_summed_in_pieces(tmp_path: Path):

@@ -169,6 +169,14 @@ def test_lpips_never_downloads_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_
         Lpips()
 
 
+def test_an_lpips_that_does_not_load_is_an_obstacle_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    fake_lpips(monkeypatch, tmp_path, weights=True)
+    monkeypatch.setitem(sys.modules, "lpips", None)  # importing it is then an ImportError
+    assert str(lpips_obstacle()).startswith("the package lpips does not load (import of lpips")
+
+
 def test_lpips_gets_frames_first_and_values_from_minus_one_to_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -252,7 +252,7 @@ def planted(levels, dim=32, queries=128):
 
 @pytest.mark.parametrize("kind", ["bf16", *BLOCK_SCALED])
 @pytest.mark.parametrize("impl", ["reference", "eager"])
-def test_weakness_6_skip_threshold_works_on_quantised_scores(kind, impl):
+def test_skip_weakness_6_skip_threshold_works_on_quantised_scores(kind, impl):
     q, k, v = planted([0.0, 24.0, -8.0, 22.0, 2.0, 40.0, 20.0])
     out, trace = quantised_attention(
         q, k, v, qk_dtype=kind, skip_threshold=2.0**-9, impl=impl, return_trace=True
@@ -430,7 +430,7 @@ class NoHostReads(TorchDispatchMode):
 
 
 @every_recipe
-def test_weakness_11_scales_stay_on_the_device(recipe):
+def test_skip_weakness_11_scales_stay_on_the_device(recipe):
     q, k, v = qkv()
     with NoHostReads():
         operands = quantise_operands(q, k, v, recipe)
@@ -443,7 +443,7 @@ def test_weakness_11_scales_stay_on_the_device(recipe):
 
 @pytest.mark.gpu
 @every_recipe
-def test_weakness_11_quantising_on_a_gpu_never_synchronises(recipe):
+def test_skip_weakness_11_quantising_on_a_gpu_never_synchronises(recipe):
     q, k, v = (x.cuda() for x in qkv())
     scale = torch.tensor(0.25, device="cuda")
     quantise_operands(q, k, v, recipe)
@@ -479,7 +479,7 @@ def test_a_gpu_call_agrees_with_the_cpu(recipe):
 
 
 @every_recipe
-def test_weakness_12_quantisers_compile_to_one_graph(recipe):
+def test_skip_weakness_12_quantisers_compile_to_one_graph(recipe):
     """Reductions are slow under torch.compile; fused ones are for kernels, but no graph breaks."""
     q, k, v = qkv(tokens=20)
 
@@ -510,7 +510,7 @@ def test_weakness_12_quantisers_compile_to_one_graph(recipe):
         ("1", "number"),
     ],
 )
-def test_weakness_13_a_scale_that_is_not_one_float32_element_is_refused(name, value, text):
+def test_skip_weakness_13_a_scale_that_is_not_one_float32_element_is_refused(name, value, text):
     q, k, v = qkv(tokens=8)
     with pytest.raises((TypeError, ValueError), match=rf"{name}.*{text}"):
         quantised_attention(q, k, v, **{name: value})
@@ -518,7 +518,7 @@ def test_weakness_13_a_scale_that_is_not_one_float32_element_is_refused(name, va
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("impl", ["reference", "eager"])
-def test_weakness_14_scale_tensors_equal_floats_in_the_dense_call(shape, impl):
+def test_skip_weakness_14_scale_tensors_equal_floats_in_the_dense_call(shape, impl):
     q, k, v = qkv()
     scale, scale_output = torch.full(shape, 0.125), torch.full(shape, 1.5)
     by_tensor = attend(q, k, v, scale=scale, scale_output=scale_output, impl=impl)
@@ -527,7 +527,7 @@ def test_weakness_14_scale_tensors_equal_floats_in_the_dense_call(shape, impl):
 
 @every_recipe
 @pytest.mark.parametrize("impl", ["reference", "eager"])
-def test_weakness_14_scale_tensors_equal_floats_in_the_quantised_call(recipe, impl):
+def test_skip_weakness_14_scale_tensors_equal_floats_in_the_quantised_call(recipe, impl):
     q, k, v = qkv()
     scale, scale_output = torch.full((1,), 0.125), torch.tensor(1.5)
     by_tensor = quantised_attention(
@@ -539,7 +539,7 @@ def test_weakness_14_scale_tensors_equal_floats_in_the_quantised_call(recipe, im
     assert torch.equal(by_tensor, by_float)
 
 
-def test_weakness_15_q_and_k_scales_fold_into_one_number():
+def test_skip_weakness_15_q_and_k_scales_fold_into_one_number():
     q, k, v = qkv()
     operands = quantise_operands(q, 3 * k, v, QuantRecipe("nvfp4"), smooth=False)
     q_amax, k_amax = q.abs().max().item(), (3 * k).bfloat16().abs().max().item()
@@ -550,7 +550,7 @@ def test_weakness_15_q_and_k_scales_fold_into_one_number():
 
 
 @pytest.mark.parametrize("v_scale", ["tensor", "channel"])
-def test_weakness_15_scaling_v_by_a_power_of_two_scales_the_output_alone(v_scale):
+def test_skip_weakness_15_scaling_v_by_a_power_of_two_scales_the_output_alone(v_scale):
     q, k, v = qkv()
     out, trace = quantised_attention(q, k, v, v_scale=v_scale, return_trace=True)
     scaled, other = quantised_attention(q, k, 8 * v, v_scale=v_scale, return_trace=True)
@@ -558,14 +558,14 @@ def test_weakness_15_scaling_v_by_a_power_of_two_scales_the_output_alone(v_scale
     assert torch.equal(trace.lse, other.lse)
 
 
-def test_weakness_31_the_lse_is_a_natural_logarithm():
+def test_skip_weakness_31_the_lse_is_a_natural_logarithm():
     q, k, v = qkv()
     _, trace = quantised_attention(torch.zeros_like(q), k, v, scale_output=3.0, return_trace=True)
     torch.testing.assert_close(trace.lse, torch.full_like(trace.lse, math.log(96)))
 
 
 @pytest.mark.parametrize("kind", BLOCK_SCALED)
-def test_weakness_32_smoothed_shards_merge_to_the_unsharded_result(kind):
+def test_skip_weakness_32_smoothed_shards_merge_to_the_unsharded_result(kind):
     q, k, v = qkv(tokens=256, dim=64)
     k[:, :128] += 2.0  # the shards' mean keys differ widely
     parts = [

@@ -196,7 +196,7 @@ def test_causal_tiles_use_the_visible_maximum():
     assert trace.density == (6 - 3) / 6
 
 
-def test_a_fully_masked_leading_tile_does_not_become_the_reference():
+def test_skip_weakness_34_a_fully_masked_leading_tile_does_not_become_the_reference():
     # The first tile is masked by the route; real scores far below 0 must not be measured from 0.
     q, k, v = planted([5.0, -50.0, -51.0])
     mask = torch.tensor([False, True, True])[None, None, None]

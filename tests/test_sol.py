@@ -298,7 +298,7 @@ def test_a_constant_added_to_every_key_changes_nothing(size, thresh_type):
     assert_close(moved, out, rtol=1e-6, atol=1e-8)
 
 
-def test_keys_with_a_large_mean_keep_the_exact_density_in_float32():
+def test_sol_weakness_1_keys_with_a_large_mean_keep_the_exact_density_in_float32():
     # mean^2 / variance of the summaries is about 5e4: uncentred second moments would drift here.
     q, k, _ = drifting(4096, heads=1, dim=128, strength=0.5)
     moved = k + 8.0
@@ -510,7 +510,7 @@ def test_a_short_last_block_counts_with_its_true_length(tokens, tail_exact):
     assert_close(trace.lse, torch.tensor(found.lse).float())
 
 
-def test_summary_rows_past_the_last_key_may_hold_anything():
+def test_sol_weakness_9_summary_rows_past_the_last_key_may_hold_anything():
     # As a kernel's buffers do that are padded to a whole group and never initialised.
     q, k, v = gaussian(256)
     full = [torch.cat([x, torch.full_like(x[:, :128], torch.nan)], dim=1) for x in (k, v)]

@@ -15,13 +15,8 @@ from blockattn import TokenGrid
 from workbench import cli
 from workbench.capture import open_capture
 from workbench.curves import sol_curve
-from workbench.synthetic import (
-    SyntheticPlan,
-    lattice_weights,
-    random_qkv,
-    synthetic_qkv,
-    write_synthetic,
-)
+from workbench.fields import lattice_weights
+from workbench.synthetic import SyntheticPlan, random_qkv, synthetic_qkv, write_synthetic
 
 GRID = TokenGrid((4, 8, 12))
 

@@ -36,6 +36,9 @@ found["combine"] = c.compile_combine(capability)
 for exact in (False, True):
     for name, item in c.compile_preparation(capability, exact=exact).items():
         found[f"{name} exact={exact}"] = item
+for dim, element in ((128, "bf16"), (64, "bf16"), (256, "bf16"), (128, "fp16")):
+    for name, item in c.compile_quantisers(capability, dim, element).items():
+        found[f"{name} D={dim} {element}"] = item
 print(json.dumps({name: dataclasses.asdict(item) for name, item in found.items()}))
 """
 SHARED_MEMORY = {90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
@@ -57,3 +60,17 @@ def test_every_kernel_builds_without_spills(capability):
         for name in ("dense", "sol", "mask", "skip"):
             assert found[name]["instructions"][unit] > 0, name
             assert found[name]["instructions"]["tma"] > 0, name
+    assert_quantisers_round_as_pytorch_does(found)
+
+
+def assert_quantisers_round_as_pytorch_does(found):
+    """Correctly rounded division, no flushed denormals, the instruction for e4m3."""
+    kernels = {name: item["instructions"] for name, item in found.items() if " D=" in name}
+    encoders = {"mxfp8", "nvfp4", "fp8 tensor", "fp8 channel"}
+    for name, count in kernels.items():
+        if name.split(" D=")[0] not in encoders | {"amax tensor", "amax channel"}:
+            continue
+        assert count["flush"] == count["approximate division"] == count["fused"] == 0, name
+        assert (count["e4m3"] > 0) == (name.split(" D=")[0] in encoders), name
+        assert (count["division"] > 0) == name.startswith(("nvfp4", "fp8")), name
+        assert count["wide load"] > 0, name

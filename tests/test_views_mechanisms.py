@@ -83,9 +83,17 @@ def test_a_row_of_another_length_or_dtype_is_refused(row):
         cubes.cube_tokens(row, TokenGrid(SMALL))
 
 
-@pytest.mark.parametrize("index", [-1, 8, True, 1.0])
-def test_a_cube_that_is_not_there_is_refused(index):
-    with pytest.raises(ValueError, match="has cubes 0 to 7"):
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (-1, ValueError, "index=-1: must be at least 0 and at most 7"),
+        (8, ValueError, "index=8: must be at least 0 and at most 7"),
+        (True, TypeError, "index=True: expected an integer"),
+        (1.0, TypeError, "index=1.0: expected an integer"),
+    ],
+)
+def test_a_cube_that_is_not_there_is_refused(index, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
         cubes.one_cube(index, TokenGrid(SMALL))
 
 

@@ -205,12 +205,12 @@ def test_sparsity_outside_0_to_1_is_refused(sparsity, error):
         kept_cubes(sparsity, 10)
 
 
-# -- sparsity 0 with a zero gate is dense attention (weakness 29: padding between tokens) --
+# -- sparsity 0 with a zero gate is dense attention: it shows padding between tokens --
 
 
 @pytest.mark.parametrize("impl", ["reference", "eager"])
 @pytest.mark.parametrize("shape", [(8, 8, 8), (9, 9, 9), (5, 4, 4), (3, 3, 3), (1, 1, 1)])
-def test_sparsity_0_with_a_zero_gate_is_dense_attention(shape, impl):
+def test_skip_weakness_29_sparsity_0_with_a_zero_gate_is_dense_attention(shape, impl):
     q, k, v, *_ = inputs(shape)
     gate = torch.zeros_like(q)
     out, trace = video_sparse_attention(
@@ -375,7 +375,7 @@ def test_the_own_cube_is_not_forced_into_the_selection():
     assert route.dense()[0, 0].tolist() == [[True, False, False]] * 3
 
 
-def test_every_query_cube_keeps_the_same_number_so_paired_rows_share_it():
+def test_skip_weakness_30_every_query_cube_keeps_the_same_number_so_paired_rows_share_it():
     """Weakness 30: a kernel that takes a pair's loop bound from one row is right for these."""
     q, k, *_ = inputs((9, 9, 9))
     assert vsa_route(q, k, grid=(9, 9, 9), sparsity=0.8).counts().unique().tolist() == [6]

@@ -334,10 +334,11 @@ def cpu(
     json: Annotated[Path | None, typer.Option(help="Also write the report here.")] = None,
 ) -> None:
     """Measure the rows of the table of targets that a CPU can show; checks the results first."""
-    from workbench import bench as bench_
+    from workbench.bench import cpu as bench_
+    from workbench.bench import files
 
     if json is not None:
-        bench_.check_place(json)  # before minutes of measuring
+        files.check_place(json)  # before minutes of measuring
     found = bench_.bench_cpu(
         _integers("rows", rows),
         grid=_grid(grid),
@@ -347,7 +348,39 @@ def cpu(
     made = bench_.report(found, sys.argv)
     bench_.show(found, made)
     if json is not None:
-        bench_.save(made, json)
+        files.save(made, json)
+
+
+@bench.command()
+def gpu(
+    rows: Annotated[str, typer.Option(help="Rows of the table of targets.")] = "1,2,3,4,5,6,7,8,9",
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the report here, after every group of rows.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Also draw the report here.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, a few repeats.")] = False,
+) -> None:
+    """Measure the rows that need a GPU, beside other libraries; checks the results first.
+
+    Exit status 1 when a row failed or differs from the reference.
+    """
+    from workbench.bench import gpu as bench_
+
+    numbers = _integers("rows", rows)
+    done = bench_.run_and_report(numbers, json=json, figure=figure, quick=quick, command=sys.argv)
+    raise typer.Exit(0 if done else 1)
+
+
+@bench.command()
+def draw(
+    report: Annotated[Path, typer.Argument(help="What bench gpu --json wrote.")],
+    figure: Annotated[Path, typer.Argument(help="The picture (.png, .svg or .pdf).")],
+) -> None:
+    """Draw a report of bench gpu; needs no GPU."""
+    from workbench.bench.figure import draw_report
+    from workbench.bench.files import load
+
+    typer.echo(f"{draw_report(load(report), figure)}: drawn")
 
 
 def _say_made(made: Capture) -> None:

@@ -124,10 +124,7 @@ def probe_sol(
         impl=impl,
         return_trace=True,
     )
-    if dense is not None:
-        return _probe(out, trace, dense, "given")
-    reference = attend(q, k, v, scale=scale, impl=trace.impl)
-    return _probe(out, trace, reference, trace.impl)
+    return make_probe(out, trace, dense, lambda name: attend(q, k, v, scale=scale, impl=name))
 
 
 def probe_skip(
@@ -154,28 +151,30 @@ def probe_skip(
         impl=impl,
         return_trace=True,
     )
-    if dense is not None:
-        return _probe(out, trace, dense, "given")
-    reference = attend(q, k, v, causal=causal, scale=scale, impl=trace.impl)
-    return _probe(out, trace, reference, trace.impl)
+    return make_probe(
+        out, trace, dense, lambda name: attend(q, k, v, causal=causal, scale=scale, impl=name)
+    )
+
+
+def make_probe(
+    out: Tensor, trace: AttentionTrace, dense: Tensor | None, run_dense: Callable[[str], Tensor]
+) -> Probe:
+    """What a traced call delivered, against dense attention.
+
+    Args:
+        out, trace: of the call, `[B, T, H, D]`.
+        dense: output to compare with; computed with the implementation that ran when None.
+        run_dense: the dense call, given the name of an implementation.
+    """
+    name = trace.impl if dense is None else "given"
+    error = attention_error(out, run_dense(trace.impl) if dense is None else dense)
+    return Probe(error, trace, trace.density, density_per_head(trace), name)
 
 
 def density_per_head(trace: AttentionTrace) -> Tensor:
     """Exact pairs / valid pairs that a call delivered, float64 `[B, H]`."""
     exact, valid = (route.counts().sum(dim=-1) for route in (trace.computed, trace.reachable))
     return (exact.double() / valid.clamp(min=1)).cpu()
-
-
-def measure(fn: Callable[[], object], *, repeats: int = 5, warmup: int = 1) -> float:
-    """Median seconds of a call: CUDA events once CUDA is in use, else the wall clock.
-
-    Raises:
-        TypeError, ValueError: repeats below 1 or warmup below 0.
-    """
-    _check_repeats(repeats, warmup)
-    for _ in range(warmup):
-        fn()
-    return statistics.median(_seconds(fn) for _ in range(repeats))
 
 
 def time_ratio(
@@ -185,7 +184,13 @@ def time_ratio(
     repeats: int = 5,
     warmup: int = 1,
 ) -> TimeRatio:
-    """Median times of two calls measured in turn, so that a change of clocks meets both."""
+    """Median times of two calls measured in turn, so that a change of clocks meets both.
+
+    By CUDA events once CUDA is in use, else by the wall clock.
+
+    Raises:
+        TypeError, ValueError: repeats below 1 or warmup below 0.
+    """
     _check_repeats(repeats, warmup)
     for _ in range(warmup):
         sparse()
@@ -254,11 +259,6 @@ def _check_reference(dense: Tensor, where: str) -> None:
         f"{token} ({int(bad.sum())} values); a comparison with it would mean nothing, so look at "
         "the inputs of that head"
     )
-
-
-def _probe(out: Tensor, trace: AttentionTrace, dense: Tensor, dense_impl: str) -> Probe:
-    error = attention_error(out, dense)
-    return Probe(error, trace, trace.density, density_per_head(trace), dense_impl)
 
 
 def _check_repeats(repeats: int, warmup: int) -> None:

@@ -102,6 +102,10 @@ def lpips_obstacle() -> str | None:
     weights = Path(torch.hub.get_dir()) / "checkpoints" / LPIPS_BACKBONE
     if not weights.is_file():
         return f"the weights {LPIPS_BACKBONE} are not in {weights.parent.name}/ of torch.hub"
+    try:
+        import lpips  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError) as error:  # OSError: a shared library of torchvision
+        return f"the package lpips does not load ({error})"
     return None
 
 

@@ -56,8 +56,8 @@ def attend(
 
     Returns:
         The output, or ``(output, AttentionTrace)`` with ``return_trace``. The output is
-        ``[B, Tq, Hq, D]`` in q's dtype; rows without keys are 0 (and ``-inf`` in the LSE). Inputs
-        are never modified. Forward only.
+        ``[B, Tq, Hq, D]`` in q's dtype, also under autocast; rows without keys are 0 (and ``-inf``
+        in the LSE). Inputs are never modified. Forward only.
 
     Raises:
         TypeError, ValueError: an argument is not allowed, before any work is done.

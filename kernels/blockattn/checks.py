@@ -65,7 +65,7 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def numbers(name: str, values: object, *, minimum: float | None = None) -> list[float]:
+def numbers(name: str, values: object) -> list[float]:
     """A sequence or 1-D tensor of finite host numbers; each is named by its index when refused."""
     if isinstance(values, Tensor):
         if values.dtype == torch.bool:
@@ -73,7 +73,7 @@ def numbers(name: str, values: object, *, minimum: float | None = None) -> list[
         values = values.flatten().tolist()
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{name}={values!r}: expected a sequence of numbers")
-    return [finite_number(f"{name}[{n}]", value, minimum=minimum) for n, value in enumerate(values)]
+    return [finite_number(f"{name}[{n}]", value) for n, value in enumerate(values)]
 
 
 def integer_pair(name: str, value: object, *, minimum: int = 1) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from blockattn.layout import TokenGrid
+from blockattn.precision import own_precision
 from blockattn.problem import BlockSummary
 from blockattn.route import BlockRoute
 
@@ -52,10 +53,11 @@ REQUIRED = TEXTS | {"q", "k", "v"}
 def one_node(function: Callable[P, R]) -> Callable[P, R]:
     """Makes a public function one node, ``blockattn::<its name>``, of every compiled graph.
 
-    Outside ``torch.compile`` the function itself runs. Wrong values raise the function's own errors
-    when the graph runs. A call that the operator cannot express (``return_trace=True``, gradients,
-    an argument of a wrong type) breaks the graph and runs outside it, with the same result or
-    error; with ``fullgraph=True`` Dynamo raises ``Unsupported``, whose message says why.
+    Outside ``torch.compile`` the function itself runs, without autocast. Wrong values raise the
+    function's own errors when the graph runs. A call that the operator cannot express
+    (``return_trace=True``, gradients, an argument of a wrong type) breaks the graph and runs
+    outside it, with the same result or error; with ``fullgraph=True`` Dynamo raises
+    ``Unsupported``, whose message says why.
     """
     parameters = inspect.signature(function).parameters
     names, empty = tuple(parameters), inspect.Parameter.empty
@@ -66,7 +68,8 @@ def one_node(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
+            with own_precision():
+                return function(*args, **kwargs)
         given = {**defaults, **dict(zip(by_position, args)), **kwargs}
         obstacle = _obstacle(given, names)
         if len(args) > len(by_position):
@@ -74,7 +77,7 @@ def one_node(function: Callable[P, R]) -> Callable[P, R]:
         if obstacle is not None:
             reason = f"blockattn.{operator} cannot be a node of a graph: {obstacle}"
             torch._dynamo.graph_break(msg=reason)
-            outside: Any = torch.compiler.disable(function)
+            outside: Any = torch.compiler.disable(call)
             return outside(*args, **kwargs)
         return getattr(torch.ops.blockattn, operator)(**_flat(given))
 

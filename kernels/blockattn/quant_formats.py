@@ -1,8 +1,10 @@
 """MXFP8, NVFP4 and FP8 numbers: encoders and decoders, exact to the bit, on any device.
 
 A block-scaled tensor stores small elements and one scale per block of the head dim; scale bytes lie
-in the swizzled order in which block-scaled matrix units read them. Encoders are plain PyTorch, stay
-on the device and read nothing on the host. Formats: OCP Microscaling (MX) specification v1.0 for
+in the swizzled order in which block-scaled matrix units read them. Encoders stay on the device and
+read nothing on the host. They are plain PyTorch, and define the bits; on a GPU fused kernels
+(:mod:`blockattn.impl.triton.quantise`) write the same bits in one pass, or two where a scale is
+shared by more than a block. Formats: OCP Microscaling (MX) specification v1.0 for
 e4m3, e2m1 and e8m0; NVFP4 scaling and scale-factor order as in TensorRT-LLM (its pull request
 18750 keeps the scales on the device).
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from blockattn import checks
+from blockattn.impl import triton
 from blockattn.scale_layout import swizzle_scales, unswizzle_scales
 
 E4M3_MAX = 448.0
@@ -118,7 +121,12 @@ def quantise_mxfp8(x: Tensor) -> BlockScaled:
     Raises:
         TypeError, ValueError: x is not such a tensor.
     """
-    blocks = _blocks(x, "mxfp8")
+    source = _block_source(x, "mxfp8")
+    if triton.encodes(source):
+        from blockattn.impl.triton import quantise
+
+        return BlockScaled(*quantise.mxfp8(source), 1.0, "mxfp8", _shape(x))
+    blocks = _blocks(source.float(), "mxfp8")
     exponent = _e8m0_ceil(blocks.abs().amax(dim=-1))
     scale = exponent.view(torch.float8_e8m0fnu).float()
     data = _e4m3(blocks / scale[..., None]).flatten(-2)
@@ -138,7 +146,12 @@ def quantise_nvfp4(x: Tensor) -> BlockScaled:
     Raises:
         TypeError, ValueError: x is not such a tensor.
     """
-    blocks = _blocks(x, "nvfp4")
+    source = _block_source(x, "nvfp4")
+    if triton.encodes(source):
+        from blockattn.impl.triton import quantise
+
+        return BlockScaled(*quantise.nvfp4(source), "nvfp4", _shape(x))
+    blocks = _blocks(_finite(source), "nvfp4")
     amax = blocks.abs().amax(dim=-1)
     encode = _under(NVFP4_MAX, _amax(amax)).clamp(max=NVFP4_MAX / NVFP4_AMAX_FLOOR)
     stored = _e4m3(_over(encode * amax, E2M1_MAX))
@@ -163,6 +176,10 @@ def quantise_fp8_values(v: Tensor, *, scale: str = "tensor") -> Fp8Values:
     """
     checks.one_of("scale", scale, ("tensor", "channel"))
     source = _source("v", v)
+    if triton.encodes(source):
+        from blockattn.impl.triton import quantise
+
+        return Fp8Values(*quantise.fp8_values(source, channels=scale == "channel"))
     values = _finite(source)
     if scale == "tensor":
         factor = _over(_amax(values.abs()), E4M3_MAX).clamp(min=FP8_TENSOR_FLOOR)
@@ -183,16 +200,20 @@ def _source(name: str, x: object) -> Tensor:
     return sixteen_bit(tensor)
 
 
-def _blocks(x: object, kind: str) -> Tensor:
-    """float32 ``[B, S, H, D / block, block]``."""
+def _block_source(x: object, kind: str) -> Tensor:
+    """A checked tensor in a 16-bit dtype, whose head dim is whole blocks."""
     source, block = _source("x", x), BLOCK_SIZES[kind]
     if source.shape[3] % block:
         raise ValueError(
             f"x: head dim {source.shape[3]} must be a multiple of {block}, the block of {kind}; "
             "pad the last axis with zeros"
         )
-    values = source.float() if kind == "mxfp8" else _finite(source)
-    return values.unflatten(-1, (-1, block))
+    return source
+
+
+def _blocks(values: Tensor, kind: str) -> Tensor:
+    """``[B, S, H, D]`` -> ``[B, S, H, D / block, block]``."""
+    return values.unflatten(-1, (-1, BLOCK_SIZES[kind]))
 
 
 def _shape(x: Tensor) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from blockattn import checks
 from blockattn.attend import attend
 from blockattn.compiled import one_node
 from blockattn.impl.gaps import tile_gaps
+from blockattn.precision import own_precision
 from blockattn.problem import make_problem
 from blockattn.route import BlockRoute
 
@@ -78,6 +79,7 @@ def threshold_log2(threshold: float) -> float:
     return math.log2(ratio) if ratio > 0 else -math.inf
 
 
+@own_precision()
 def skip_gaps(
     q: Tensor,
     k: Tensor,
@@ -172,7 +174,7 @@ def _one_pass_threshold(threshold: float) -> float:
     return value
 
 
-@cache
+@lru_cache(maxsize=256)  # a schedule of thresholds must not fill the memory
 def _warn_large_threshold(threshold: float, keys: int) -> None:
     """Once per (threshold, length)."""
     warnings.warn(

@@ -21,6 +21,7 @@ from blockattn.attend import run
 from blockattn.compiled import one_node
 from blockattn.impl import registry, triton
 from blockattn.layout import BLOCK, block_mean, num_blocks
+from blockattn.precision import own_precision
 from blockattn.problem import BlockSummary, Plan, make_problem
 from blockattn.route import BlockRoute
 
@@ -143,6 +144,7 @@ def score_statistics(
     return z, mean, std.to(scores.dtype)
 
 
+@own_precision()
 def sol_scores(
     q: Tensor,
     k: Tensor,

@@ -22,6 +22,7 @@ from blockattn.attend import attend
 from blockattn.compiled import one_node
 from blockattn.impl import registry
 from blockattn.layout import TILE_EDGE, TokenGrid, num_blocks
+from blockattn.precision import own_precision
 from blockattn.route import BlockRoute
 
 CUBE = TILE_EDGE**3
@@ -111,6 +112,7 @@ def kept_cubes(sparsity: float, cubes: int) -> int:
     return max(1, math.ceil((1.0 - share) * checks.integer("cubes", cubes, minimum=1)))
 
 
+@own_precision()
 def vsa_route(
     q: Tensor,
     k: Tensor,
@@ -137,12 +139,12 @@ def vsa_route(
         TypeError, ValueError: an argument is not allowed.
     """
     query, key = checks.query_key(q, k)
-    layout = _checked_layout(query, key, grid)
+    layout = checked_layout(query, key, grid)
     keep = kept_cubes(sparsity, layout.count)
     checks.one_of("select_dtype", select_dtype, SELECT_DTYPES)
     own = checks.default_scale(query.shape[3])
     factor = checks.scale_argument("scale", scale, query, default=own)
-    shares = _coarse_shares(layout, layout.tile(query), layout.tile(key), factor)
+    shares = coarse_shares(layout, layout.tile(query), layout.tile(key), factor)
     return _top_cubes(layout, shares, keep, query.dtype if select_dtype == "input" else None)
 
 
@@ -180,7 +182,7 @@ def video_sparse_attention(
         TypeError, ValueError, UnsupportedError: before any work is done.
     """
     query, key, value = checks.query_key_value(q, k, v)
-    layout = _checked_layout(query, key, grid)
+    layout = checked_layout(query, key, grid)
     keep = kept_cubes(sparsity, layout.count)
     checks.one_of("select_dtype", select_dtype, SELECT_DTYPES)
     own = checks.default_scale(query.shape[3])
@@ -190,7 +192,7 @@ def video_sparse_attention(
     compress = _checked_gate("gate_compress", gate_compress, query)
     fine_gate = None if gate_fine is None else _checked_gate("gate_fine", gate_fine, query)
     q_cubes, k_cubes, v_cubes = (layout.tile(x) for x in (query, key, value))
-    shares = _coarse_shares(layout, q_cubes, k_cubes, factor)
+    shares = coarse_shares(layout, q_cubes, k_cubes, factor)
     route = _top_cubes(layout, shares, keep, query.dtype if select_dtype == "input" else None)
     fine = attend(
         q_cubes,
@@ -211,8 +213,14 @@ def video_sparse_attention(
     return out, replace(trace, algorithm="vsa", lse=trace.lse.index_select(2, layout.slots))
 
 
-def _coarse_shares(layout: CubeLayout, q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
-    """Softmax over key cubes of the cube means, float32 or wider ``[B, H, N, N]``."""
+def coarse_shares(layout: CubeLayout, q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
+    """Softmax over key cubes of the cube means: float32 or wider ``[B, H, N, N]``, with gradients.
+
+    Args:
+        layout: of the grid.
+        q, k: ``[B, 64 N, H, D]`` as :meth:`CubeLayout.tile` gives them.
+        scale: softmax scale.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     q_mean, k_mean = (layout.means(x).to(wide).transpose(1, 2) for x in (q, k))
     return torch.softmax(q_mean @ k_mean.transpose(2, 3) * scale, dim=-1)
@@ -237,7 +245,12 @@ def _top_cubes(
     return BlockRoute.from_dense(mask, block=(CUBE, CUBE), seqlens=(length, length))
 
 
-def _checked_layout(q: Tensor, k: Tensor, grid: TokenGrid | Sequence[int]) -> CubeLayout:
+def checked_layout(q: Tensor, k: Tensor, grid: TokenGrid | Sequence[int]) -> CubeLayout:
+    """Cube layout for self-attention with equal head counts over a grid that holds q's tokens.
+
+    Raises:
+        TypeError, ValueError: q, k and grid do not fit together.
+    """
     checks.self_attention("video_sparse_attention", q, k)
     if q.shape[2] != k.shape[2]:
         raise ValueError(

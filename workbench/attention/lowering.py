@@ -186,7 +186,7 @@ def as_attention_config(config: AnyConfig) -> AttentionConfig:
     if isinstance(config, SolAttnConfig | SkipSoftmaxConfig | VideoSparseAttentionConfig):
         return AttentionConfig(sparse_attention_config=config)
     raise TypeError(
-        f"config: expected a configuration of workbench.config.files, got {type(config).__name__}; "
+        f"config: expected a configuration of workbench.config, got {type(config).__name__}; "
         "read YAML with load_config"
     )
 

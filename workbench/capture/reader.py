@@ -31,10 +31,7 @@ from workbench.capture.format import (
     combined_digest,
     tensor_name,
 )
-from workbench.capture.writer import LIMIT_BYTES, CaptureWriter
 from workbench.paths import data_dir
-
-__all__ = ["LIMIT_BYTES", "QKV", "Capture", "CaptureSpec", "CaptureWriter", "open_capture"]
 
 BUNDLED_CAPTURE = "tiny_video_capture.safetensors"
 

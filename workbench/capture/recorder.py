@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,24 +21,6 @@ from workbench.capture.format import CaptureSpec
 from workbench.capture.writer import LIMIT_BYTES, CaptureWriter
 from workbench.models.dit import AttentionCall, AttentionFn, VideoDiT, dense_attention
 from workbench.models.sampler import class_indices, sample
-
-
-def predict_bytes(
-    grid: TokenGrid,
-    layers: Collection[int],
-    steps: Collection[int],
-    *,
-    heads: int,
-    head_dim: int,
-    batch: int = 1,
-    video_shape: tuple[int, int, int] | None = None,
-) -> int:
-    """Size of a capture before anything is recorded, tensors and header (without details)."""
-    entries = tuple((layer, step) for layer in layers for step in steps)
-    spec = CaptureSpec(
-        grid, entries, heads=heads, head_dim=head_dim, batch=batch, video_shape=video_shape
-    )
-    return spec.total_bytes
 
 
 class Recorder:

@@ -52,12 +52,13 @@ class CaptureWriter:
             writer.write(0, 4, time=0.9, q=q, k=k, v=v)
 
     Args:
-        path: the file to make; an older one is replaced at the end.
+        path: the file to make; one that exists is never replaced.
         spec: what the file will hold.
         limit_bytes: the largest file allowed.
 
     Raises:
-        ValueError, OSError: it would be too large (see `check_size`).
+        FileExistsError: the file exists. ValueError, OSError: it would be too large (see
+        `check_size`).
     """
 
     def __init__(
@@ -67,6 +68,11 @@ class CaptureWriter:
         self.spec = spec
         if not self.path.name or self.path.is_dir():
             raise ValueError(f"path={str(path)!r}: a folder; name a file in it: a.safetensors")
+        if self.path.exists():
+            raise FileExistsError(
+                f"path={str(path)!r}: exists already, and a capture replaces nothing; give another "
+                "path, or delete the file first"
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         check_size(self.path, spec, limit_bytes)
         self._times: dict[tuple[int, int], float] = {}

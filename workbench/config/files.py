@@ -29,32 +29,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import ConfigDict, ValidationError, model_validator
 
-from workbench.config.fields import ALGORITHMS, Strict, faults, parse_layers
+from workbench.config.fields import Strict, faults
 from workbench.config.quant import QuantAttentionConfig, check_backend
-from workbench.config.sparse import (
-    SkipSoftmaxConfig,
-    SkipSoftmaxParams,
-    SolAttnConfig,
-    SparseConfig,
-    VideoSparseAttentionConfig,
-)
-
-__all__ = [
-    "ALGORITHMS",
-    "AttentionConfig",
-    "Backend",
-    "QuantAttentionConfig",
-    "SkipSoftmaxConfig",
-    "SkipSoftmaxParams",
-    "SolAttnConfig",
-    "SparseConfig",
-    "VideoSparseAttentionConfig",
-    "VisualGenConfig",
-    "dump_config",
-    "faults",
-    "load_config",
-    "parse_layers",
-]
+from workbench.config.sparse import SparseConfig
 
 Backend = Literal["CUTEDSL", "TRTLLM", "VANILLA"]
 
@@ -68,8 +45,6 @@ _NOT_QUANTISED = {
         "vsa replaces the dense kernel that would quantise. Drop one of them, or use skip_softmax"
     ),
 }
-
-
 _PARTS = ("sparse_attention_config", "quant_attention_config")
 
 
@@ -149,7 +124,9 @@ def load_config(source: str | Path) -> VisualGenConfig:
     """
     where = str(source) if isinstance(source, Path) else "configuration"
     if isinstance(source, Path) and not source.is_file():
-        raise FileNotFoundError(f"{where}: no such configuration file; give the path of a YAML file")
+        raise FileNotFoundError(
+            f"{where}: no such configuration file; give the path of a YAML file"
+        )
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
     try:
         data = yaml.load(text, _UniqueKeys)

@@ -86,13 +86,6 @@ class SkipSoftmaxParams:
     threshold_scale_factor: float
     disabled_until_timestep: float | None
 
-    def factor(self, phase: int | None) -> float:
-        """The factor in a phase: 0 in the dense one (0), all of it in the sparse one and in none.
-
-        Without a known phase it is not held back: a call without a time skips.
-        """
-        return 0.0 if phase == 0 else self.threshold_scale_factor
-
 
 class SkipSoftmaxConfig(Strict):
     """SkipSoftmax (BLASST, arXiv:2512.12087).

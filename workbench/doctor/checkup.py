@@ -9,14 +9,11 @@ ever added to it.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import platform
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
@@ -32,6 +29,7 @@ from workbench.doctor.versions import (
     TRIED_CUTE_SETS,
     Rule,
 )
+from workbench.provenance import driver_version, package_versions
 
 Level = Literal["error", "warning", "note"]
 
@@ -179,27 +177,6 @@ def _matches(version: str, spec: str) -> bool:
     return SpecifierSet(spec).contains(public, prereleases=True)
 
 
-def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those of the named distributions that are installed here."""
-    found: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Version of the NVIDIA kernel driver, or None without one (or where it is not readable)."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return None
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return match.group(1) if match else None
-
-
 def chromium_path() -> str | None:
     """The browser that the browser test would drive."""
     names = ("chromium", "chromium-browser", "google-chrome")
@@ -228,8 +205,7 @@ def implementation_statuses() -> list[ImplementationStatus]:
 
 def examine() -> Report:
     """Look at this machine."""
-    names = [*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES]
-    found = installed_versions(names)
+    packages = package_versions([*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES])
     driver = driver_version()
     cuda, gpus, implementations, broken = None, [], [], []
     try:
@@ -237,6 +213,7 @@ def examine() -> Report:
         implementations = implementation_statuses()
     except (ImportError, OSError) as error:  # OSError: a shared library of torch does not load
         broken.append(Finding("error", "import", f"{type(error).__name__}: {error}"))
+    found = {name: version for name, version in packages.items() if version is not None}
     versions = {"python": platform.python_version(), **found}
     findings = diagnose(versions, gpus[0] if gpus else None, driver=driver)
     return Report(
@@ -245,7 +222,7 @@ def examine() -> Report:
         torch_cuda=cuda,
         driver=driver,
         gpus=gpus,
-        packages={name: found.get(name) for name in names},
+        packages=packages,
         chromium=chromium_path(),
         implementations=implementations,
         findings=[*broken, *findings],

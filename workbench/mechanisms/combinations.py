@@ -12,7 +12,7 @@ from torch import Tensor
 from blockattn import attend, sol_route
 from workbench.mechanisms.formats import Format, stacked
 from workbench.mechanisms.probes import probe_quantised
-from workbench.probe import Probe, attention_error, density_per_head, probe_skip, probe_sol
+from workbench.probe import Probe, make_probe, probe_skip, probe_sol
 
 PLAIN = "not quantised"
 
@@ -59,10 +59,10 @@ def combination_errors(
         tau: of Sol-Attn.
         threshold: lambda of SkipSoftmax, in [0, 1).
     """
-    dense = attend(q, k, v)
+    dense, trace = attend(q, k, v, return_trace=True)
     route = sol_route(q, k, tau=tau)
     ways: dict[str, tuple[Probe, dict[str, Any]]] = {
-        "dense": (_dense(q, k, v, dense), {}),
+        "dense": (make_probe(dense, trace, dense, lambda impl: dense), {}),
         f"Sol-Attn, tau {tau:g}": (
             probe_sol(q, k, v, tau, dense=dense),
             {"route": route, "with_tail": True},
@@ -85,9 +85,3 @@ def combination_errors(
     )
     names = (PLAIN, *(f.name for f in formats))
     return Combination(tuple(ways), names, error, density)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, dense: Tensor) -> Probe:
-    out, trace = attend(q, k, v, return_trace=True)
-    error = attention_error(out, dense)
-    return Probe(error, trace, trace.density, density_per_head(trace), "given")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockattn import TokenGrid, checks, cube_layout
 from blockattn.layout import TILE_EDGE
-from blockattn.vsa import CUBE
+from blockattn.vsa import CUBE, checked_layout, coarse_shares
 
 
 def cube_index(grid: TokenGrid) -> Tensor:
@@ -47,12 +47,10 @@ def one_cube(index: int, grid: TokenGrid) -> Tensor:
     """Video positions of one cube, bool ``[T, H, W]``.
 
     Raises:
-        ValueError: there is no such cube.
+        TypeError, ValueError: there is no such cube.
     """
     count = cube_layout(grid, torch.device("cpu")).count
-    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
-        raise ValueError(f"index={index!r}: grid {grid.shape} has cubes 0 to {count - 1}")
-    return cube_index(grid) == index
+    return cube_index(grid) == checks.integer("index", index, maximum=count - 1)
 
 
 def filled_slots(grid: TokenGrid) -> tuple[Tensor, Tensor]:
@@ -83,12 +81,13 @@ def coarse_attention(
         q, k: ``[B, T * H * W, heads, D]`` in the grid's order, equal head counts.
         grid: a grid without text, or (T, H, W) in raster order.
         scale: softmax scale, default D ** -0.5.
+
+    Raises:
+        TypeError, ValueError: q, k and grid do not fit together.
     """
-    tokens = grid if isinstance(grid, TokenGrid) else TokenGrid(grid)
-    layout = cube_layout(tokens, q.device)
-    query, key = (layout.means(layout.tile(x)).float().transpose(1, 2) for x in (q, k))
+    layout = checked_layout(*checks.query_key(q, k), grid)
     factor = checks.default_scale(q.shape[3]) if scale is None else scale
-    return torch.softmax(query @ key.transpose(2, 3) * factor, dim=-1)
+    return coarse_shares(layout, layout.tile(q), layout.tile(k), factor).float()
 
 
 def describe_cubes(grid: TokenGrid) -> str:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from blockattn import (
-    AttentionTrace,
     TokenGrid,
     attend,
     quantised_attention,
     video_sparse_attention,
 )
-from workbench.probe import Probe, attention_error, density_per_head
+from workbench.probe import Probe, make_probe
 
 
 def probe_vsa(
@@ -51,7 +50,7 @@ def probe_vsa(
         impl=impl,
         return_trace=True,
     )
-    return _compared(out, trace, q, k, v, dense)
+    return make_probe(out, trace, dense, lambda name: attend(q, k, v, impl=name))
 
 
 def probe_quantised(
@@ -65,13 +64,4 @@ def probe_quantised(
         call: as for :func:`blockattn.quantised_attention` (qk_dtype, v_scale, smooth, route, ...).
     """
     out, trace = quantised_attention(q, k, v, **call, return_trace=True)
-    return _compared(out, trace, q, k, v, dense)
-
-
-def _compared(
-    out: Tensor, trace: AttentionTrace, q: Tensor, k: Tensor, v: Tensor, dense: Tensor | None
-) -> Probe:
-    name = "given" if dense is not None else trace.impl
-    reference = attend(q, k, v, impl=trace.impl) if dense is None else dense
-    error = attention_error(out, reference)
-    return Probe(error, trace, trace.density, density_per_head(trace), name)
+    return make_probe(out, trace, dense, lambda name: attend(q, k, v, impl=name))

@@ -42,12 +42,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
     """PyTorch's scaled_dot_product_attention: the default and the baseline.
 
     Args:
-        q, k, v: [B, T, H, D].
+        q, k, v: [B, T, H, D]; GQA allowed.
         call: ignored, its gate too; dense attention is the same everywhere.
     """
     del call
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped).transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -79,14 +79,12 @@ def sample(
     attention: AttentionFn = dense_attention,
     guidance: float = 2.0,
     shift: float = 3.0,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> Tensor:
     """Generate one video per label.
 
     Args:
-        model: trained model; it is used as it is (call `.eval()` and `.to(...)` yourself).
+        model: trained model; used as it is, on its device and in its dtype.
         labels: B classes, as indices or names of `moving_shapes.CLASS_NAMES`.
         grid: tokens along (t, h, w); times the patch gives frames and pixels.
         steps: number of model calls.
@@ -96,7 +94,6 @@ def sample(
             Otherwise the conditional and unconditional halves run as one batch: attention sees
             2 B samples, the first B with their class, the last B without.
         shift: see `denoising_times`.
-        device, dtype: where and in what precision the model runs; the model's own when None.
         progress: show a progress bar.
 
     Returns:
@@ -104,7 +101,7 @@ def sample(
     """
     checks.finite_number("guidance", guidance)
     weight = model.embed.weight
-    device, dtype = device or weight.device, dtype or weight.dtype
+    device, dtype = weight.device, weight.dtype
     classes = class_indices(labels, model.config.classes)
     label = torch.tensor(classes, device=device)
     if guidance != 1:

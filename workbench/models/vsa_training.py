@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from blockattn.layout import TokenGrid
-from blockattn.vsa import CUBE, CubeLayout, cube_layout, kept_cubes
+from blockattn import checks
+from blockattn.vsa import CUBE, CubeLayout, checked_layout, coarse_shares, kept_cubes
 
 from .dit import AttentionCall, AttentionFn
 
@@ -58,18 +58,12 @@ def differentiable_vsa(
     Raises:
         ValueError: the sparsity is out of range, or the grid does not hold T tokens.
     """
-    tokens = TokenGrid(grid)
-    if tokens.tokens != q.shape[1]:
-        raise ValueError(
-            f"grid={grid}: has {tokens.tokens} tokens, but q has {q.shape[1]}; "
-            "give the tokens along (t, h, w) after patching"
-        )
-    layout = cube_layout(tokens, q.device)
+    layout = checked_layout(q, k, grid)
     keep = kept_cubes(sparsity, layout.count)
     # Autocast would round the coarse stage's float32 products to bfloat16 and change the selection.
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (layout.tile(x) for x in (q, k, v))
-        shares = _coarse_shares(layout, q, k)
+        shares = coarse_shares(layout, q, k, checks.default_scale(q.shape[-1]))
         ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
         fine = layout.untile(_fine_stage(layout, q, k, v, ranked[..., :keep]))
         if gate is None:
@@ -77,17 +71,11 @@ def differentiable_vsa(
         return gate * _coarse_output(layout, shares, v) + fine
 
 
-def _coarse_shares(layout: CubeLayout, q: Tensor, k: Tensor) -> Tensor:
-    """Softmax over key cubes of the cube means: float32 or wider [B, H, N, N]."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_mean, k_mean = (layout.means(x).to(wide).transpose(1, 2) for x in (q, k))
-    return torch.softmax(q_mean @ k_mean.transpose(2, 3) * q.shape[-1] ** -0.5, dim=-1)
-
-
 def _coarse_output(layout: CubeLayout, shares: Tensor, v: Tensor) -> Tensor:
     """Coarse output, repeated for the tokens of each cube: [B, T, H, D] in raster order."""
     v_mean = layout.means(v).to(shares.dtype).transpose(1, 2)
     per_cube = (shares @ v_mean).transpose(1, 2).to(v.dtype)
+    # Repeated first: the gradient is then a sum over each cube and needs no atomics.
     return per_cube.repeat_interleave(CUBE, dim=1).index_select(1, layout.slots)
 
 

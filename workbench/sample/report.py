@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,11 +10,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from workbench.provenance import provenance
+from workbench.run_folder import whole, write_provenance, write_results, write_summary
 from workbench.sample.run import Row, SampleResult
 from workbench.sample.text import alarms, calls, small
 from workbench.sample.variants import BASELINE
 from workbench.sample.video import write_gif, write_sheet
-from workbench.tune.report import PROVENANCE, RESULTS, SUMMARY, check_new, whole
 from workbench.views import Strip, draw_videos, heatmap, new_figure, save, videos_size
 
 COLUMNS = {
@@ -57,25 +55,23 @@ def write(result: SampleResult, folder: Path, *, command: Sequence[str], summary
     Raises:
         FileExistsError: the folder exists.
     """
-    with whole(check_new(folder)) as part:
+    with whole(folder) as part:
         for row in result.rows:
             _write_variant(result, row, part)
         save(comparison(result), part / "comparison.png")
         save(densities(result), part / "density.png")
-        _write_csv(result, part / RESULTS)
-        (part / SUMMARY).write_text(f"{summary.rstrip()}\n\n{_columns_text()}", encoding="utf-8")
-        record = json.dumps(_provenance(result, command), indent=2, ensure_ascii=False)
-        (part / PROVENANCE).write_text(record + "\n", encoding="utf-8")
+        write_results(part, COLUMNS, map(cells, result.rows))
+        write_summary(part, summary, COLUMNS)
+        write_provenance(part, _provenance(result, command))
     return folder
 
 
-def comparison(result: SampleResult, seed: int | None = None) -> Figure:
-    """Frames of every variant of one seed beside their difference from its baseline.
+def comparison(result: SampleResult) -> Figure:
+    """Frames of every variant of the first seed beside their difference from its baseline.
 
     A video that is not finite has no picture and is left out; the table says so.
     """
-    wanted = result.settings.seeds[0] if seed is None else seed
-    rows = [row for row in result.rows if row.sampled.seed == wanted]
+    rows = [row for row in result.rows if row.sampled.seed == result.settings.seeds[0]]
     videos = {row.sampled.variant.name: row.sampled.video for row in rows}
     strips = []
     for row in rows:
@@ -107,7 +103,7 @@ def densities(result: SampleResult) -> Figure:
     """Delivered density of every variant and step, of the first seed."""
     rows = [row for row in result.rows if row.sampled.seed == result.settings.seeds[0]]
     times = result.settings.times
-    figure = new_figure(2.8 + 0.62 * len(times), 1.3 + 0.34 * len(rows))
+    figure = new_figure(max(7.0, 2.8 + 0.62 * len(times)), max(3.0, 1.3 + 0.34 * len(rows)))
     heatmap(
         figure.subplots(),
         [row.sampled.densities() for row in rows],
@@ -160,20 +156,6 @@ def _write_variant(result: SampleResult, row: Row, part: Path) -> None:
     suffix = f"_seed{row.sampled.seed}" if len(result.settings.seeds) > 1 else ""
     write_gif(folder / f"video{suffix}.gif", row.sampled.video)
     write_sheet(folder / f"frames{suffix}.png", row.sampled.video)
-
-
-def _write_csv(result: SampleResult, path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(COLUMNS))
-        writer.writeheader()
-        for row in result.rows:
-            writer.writerow(cells(row))
-
-
-def _columns_text() -> str:
-    width = max(map(len, COLUMNS))
-    lines = [f"{name:<{width}}  {text}" for name, text in COLUMNS.items()]
-    return "\n".join([f"Columns of {RESULTS}", *lines, ""])
 
 
 def _provenance(result: SampleResult, command: Sequence[str]) -> dict[str, object]:

@@ -19,11 +19,12 @@ from workbench.models import VSA_WEIGHTS, VideoDiT, load_model
 from workbench.models.weights import BUNDLED_WEIGHTS
 from workbench.paths import data_dir
 from workbench.quality import Lpips, lpips_obstacle
+from workbench.run_folder import check_new, default_folder
 from workbench.sample import report as sample_report
 from workbench.sample import text as sample_text
 from workbench.sample.run import SampleSettings, Tick, run, units
 from workbench.sample.variants import Knobs, Variant, variants
-from workbench.tune.report import check_new, default_folder
+from workbench.terminal import recording_console
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WIDTH = 132  # of the printed tables where the terminal does not say
@@ -61,7 +62,7 @@ def sample_variants(
         FileExistsError: ``out`` exists. FileNotFoundError, ValueError, TypeError,
         UnsupportedError: an option does not fit; nothing is sampled or written then.
     """
-    given = check_new(out) if out is not None else None
+    check_new(out or default_folder("sample"))
     checks.one_of("dtype", dtype, tuple(DTYPES))
     files = _files(weights, vsa_weights)
     chosen = variants(knobs, named_configs(configs), fine_tuned="vsa" in files)
@@ -78,9 +79,9 @@ def sample_variants(
     with _progress(chosen, settings) as tick:
         result = run(models, settings, chosen, lpips=score, tick=tick)
     result = replace(result, inputs={f"{name} weights": path for name, path in files.items()})
-    screen = console or _console()
+    screen = console or recording_console(WIDTH)
     sample_text.show(result, screen)
-    folder = given or default_folder("sample")
+    folder = out or default_folder("sample")
     argv = list(sys.argv if command is None else command)
     sample_report.write(result, folder, command=argv, summary=screen.export_text(clear=False))
     screen.print(f"Run folder: {folder}", style="bold", soft_wrap=True, highlight=False)
@@ -122,19 +123,17 @@ def _model(name: str, path: Path, *, device: torch.device, dtype: torch.dtype) -
     return model
 
 
-def _console() -> Console:
-    """The terminal, or plain text of a fixed width where nobody watches."""
-    width = None if sys.stdout.isatty() else WIDTH
-    return Console(record=True, highlight=False, width=width)
-
-
 @contextmanager
 def _progress(chosen: Sequence[Variant], settings: SampleSettings) -> Iterator[Tick]:
-    """A bar on a terminal's stderr; silent elsewhere. Yields what is called before each step."""
-    total = units(settings, chosen)
-    with tqdm(total=total, unit="step", leave=False, disable=not sys.stderr.isatty()) as bar:
+    """A bar on a terminal's stderr, elsewhere a line for each variant. Yields the step's call."""
+    total, watched, last = units(settings, chosen), sys.stderr.isatty(), ""
+    with tqdm(total=total, unit="step", leave=False, disable=not watched) as bar:
 
         def tick(label: str) -> None:
+            nonlocal last
+            if label != last and not watched:
+                print(f"sampling {label}", file=sys.stderr, flush=True)
+            last = label
             bar.set_description(label, refresh=False)
             bar.update()
 

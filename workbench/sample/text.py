@@ -12,6 +12,7 @@ from rich.text import Text
 from workbench.quality import Statistics, lpips_obstacle, over_seeds, paired
 from workbench.sample.run import Quality, Row, Sampled, SampleResult
 from workbench.sample.variants import BASELINE, CONTROL
+from workbench.terminal import plain_table
 
 
 def show(result: SampleResult, console: Console) -> None:
@@ -48,7 +49,7 @@ def quality_table(result: SampleResult) -> Table:
     """A line per variant, medians over seeds."""
     count = len(result.settings.seeds)
     title = "Distance from the dense run of the same seed"
-    table = _table(title if count == 1 else f"{title}, median of {count} seeds")
+    table = plain_table(title if count == 1 else f"{title}, median of {count} seeds")
     table.add_column("variant")
     for name in ("PSNR\ndB", "SSIM", "relative\nL2", "LPIPS", "density\nmean", "dense\nsteps"):
         table.add_column(name, justify="right")
@@ -100,7 +101,7 @@ def _lpips(rows: Sequence[Row]) -> str:
 
 def what_ran_table(result: SampleResult) -> Table:
     """Which implementation ran, and where the policy sent the calls (of all seeds)."""
-    table = _table("What ran")
+    table = plain_table("What ran")
     table.add_column("variant")
     for name in ("sparse\ncalls", "intended\ndense", "ineligible"):
         table.add_column(name, justify="right")
@@ -134,7 +135,7 @@ def calls(sampled: Sampled) -> tuple[int, int, int]:
 
 def seeds_table(result: SampleResult) -> Table:
     """Over seeds: range of PSNR, and relative L2 above the control's, paired."""
-    table = _table("Over seeds")
+    table = plain_table("Over seeds")
     for name in ("variant", "PSNR dB\nmedian \\[min..max]", "relative L2 above the control\nmean"):
         table.add_column(name, justify="left" if name == "variant" else "right")
     floor = [row.quality.relative_l2 for row in result.of(CONTROL)]
@@ -235,7 +236,3 @@ def number(value: float, digits: int) -> str:
 def small(value: float) -> str:
     """Three digits, with an exponent where it is tiny."""
     return f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.1e}"
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -120,7 +120,7 @@ def draw_density(ax: Axes, result: TuneResult) -> None:
         result.curve.per_head.flatten(0, -2),
         (place(line.value), line.density),
         xlabel=XLABEL[result.method.knob],
-        title=f"{result.method.algorithm}: density of every head, from one pass",
+        title=f"{_origin(result)}{result.method.algorithm}: density of every head, from one pass",
     )
 
 
@@ -139,7 +139,7 @@ def draw_error(ax: Axes, result: TuneResult) -> None:
         xlabel=XLABEL[result.method.knob],
         ylabel="relative L2 error against dense",
         ylim=None,
-        title=f"{result.method.algorithm}: error of every head, from real calls",
+        title=f"{_origin(result)}{result.method.algorithm}: error of every head, from real calls",
     )
     ax.set_ylim(bottom=0)
 
@@ -218,9 +218,14 @@ def _means(rows: list[Row], quantity: Callable[[Row], float], key: Callable[[Row
     return {name: float(np.mean(values)) for name, values in groups.items()}
 
 
+def _origin(result: TuneResult) -> str:
+    """Made-up inputs are called so on every picture."""
+    return "synthetic, " if result.capture.source == "synthetic" else ""
+
+
 def _title(result: TuneResult, row: Row) -> str:
     return (
-        f"Layer {row.layer}, step {row.step}, head {row.head} (largest error), "
+        f"{_origin(result)}layer {row.layer}, step {row.step}, head {row.head} (largest error), "
         f"{result.method.knob} {row.value:.4g}"
     )
 

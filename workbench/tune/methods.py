@@ -53,10 +53,8 @@ class Method(Protocol):
         """The real sparse call, routing included."""
         ...
 
-    def probe(
-        self, q: Tensor, k: Tensor, v: Tensor, value: float, dense: Tensor, impl: str
-    ) -> Probe:
-        """The real sparse call with its trace, compared with the dense output."""
+    def probe(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Probe:
+        """The real sparse call with its trace, against dense by the implementation that ran."""
         ...
 
     def estimate(self, density: float) -> float:
@@ -110,10 +108,8 @@ class SolAttn:
     def run(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Tensor:
         return sol_attention(q, k, v, tau=value, impl=impl, **self.routing)
 
-    def probe(
-        self, q: Tensor, k: Tensor, v: Tensor, value: float, dense: Tensor, impl: str
-    ) -> Probe:
-        return probe_sol(q, k, v, value, dense=dense, impl=impl, **self.routing)
+    def probe(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Probe:
+        return probe_sol(q, k, v, value, impl=impl, **self.routing)
 
     def estimate(self, density: float) -> float:
         """Exact keys plus one summary key for each block of 64 (sol_attn specification 10.6)."""
@@ -156,10 +152,8 @@ class SkipSoftmax:
     def run(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Tensor:
         return skip_softmax_attention(q, k, v, threshold=value, impl=impl)
 
-    def probe(
-        self, q: Tensor, k: Tensor, v: Tensor, value: float, dense: Tensor, impl: str
-    ) -> Probe:
-        return probe_skip(q, k, v, value, dense=dense, impl=impl)
+    def probe(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Probe:
+        return probe_skip(q, k, v, value, impl=impl)
 
     def estimate(self, density: float) -> float:
         """Every tile pays for q k^T, only kept ones for the product with v: half and half."""

@@ -1,31 +1,20 @@
-"""The run folder of `workbench tune`: it appears whole or not at all, and replaces nothing."""
+"""The run folder of `workbench tune`: figures, results, configuration, provenance."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-import shutil
-import tempfile
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 
 from workbench.config import dump_config
 from workbench.provenance import provenance
+from workbench.run_folder import whole, write_provenance, write_results, write_summary
 from workbench.tune.figures import write_figures
 from workbench.tune.rows import Row
 from workbench.tune.run import TuneResult
 
-RESULTS, CONFIG, PROVENANCE, SUMMARY = (
-    "results.csv",
-    "config.yaml",
-    "provenance.json",
-    "summary.txt",
-)
+CONFIG = "config.yaml"
 
 COLUMNS = {
     "layer": "layer of the model",
@@ -52,41 +41,6 @@ COLUMNS = {
 }
 
 
-def default_folder(algorithm: str, now: datetime | None = None) -> Path:
-    """``runs/<time>-<algorithm>`` in the current directory, with a number when it is taken."""
-    stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
-    base = Path("runs") / f"{stamp}-{algorithm}"
-    number = 1
-    path = base
-    while path.exists():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
-    return path
-
-
-def check_new(folder: Path) -> Path:
-    """Refuses a folder that exists or cannot be made, before any work.
-
-    Raises:
-        FileExistsError: it exists; nothing is ever overwritten.
-        OSError: its place takes no new folder (tried, because permissions do not tell it all).
-    """
-    if folder.exists():
-        raise FileExistsError(
-            f"out={str(folder)!r}: exists already and a run overwrites nothing; give another --out"
-        )
-    place = next(path for path in folder.absolute().parents if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".workbench-", dir=place):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"out={str(folder)!r}: nothing can be written in {place} ({error.strerror}); "
-            "give --out a place where you can write"
-        ) from error
-    return folder
-
-
 def write(result: TuneResult, folder: Path, *, command: Sequence[str], summary: str) -> Path:
     """Writes figures, results, configuration, summary and provenance.
 
@@ -99,28 +53,13 @@ def write(result: TuneResult, folder: Path, *, command: Sequence[str], summary: 
     Raises:
         FileExistsError: the folder exists.
     """
-    with whole(check_new(folder)) as part:
+    with whole(folder) as part:
         write_figures(result, part)
-        _write_csv(result, part / RESULTS)
-        (part / SUMMARY).write_text(f"{summary.rstrip()}\n\n{_columns_text()}", encoding="utf-8")
-        record = json.dumps(_provenance(result, command), indent=2, ensure_ascii=False)
-        (part / PROVENANCE).write_text(record + "\n", encoding="utf-8")
+        write_results(part, COLUMNS, (cells(result, row) for row in all_rows(result)))
+        write_summary(part, summary, COLUMNS)
+        write_provenance(part, _provenance(result, command))
         (part / CONFIG).write_text(config_text(result), encoding="utf-8")
     return folder
-
-
-@contextmanager
-def whole(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside the target that takes its name when everything is written."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
-    part.mkdir()
-    try:
-        yield part
-        check_new(folder)  # another run may have finished meanwhile
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def config_text(result: TuneResult) -> str:
@@ -146,14 +85,14 @@ def cells(result: TuneResult, row: Row) -> dict[str, object]:
     """One line of ``results.csv``; the keys are those of :data:`COLUMNS`."""
     tau = result.method.knob == "tau"
     record: dict[str, object] = asdict(row)
-    value = record.pop("value")
+    value, estimated = record.pop("value"), record.pop("ratio_estimated")
     return {
         **record,
         "tau": value if tau else None,
         "threshold": None if tau else value,
         "threshold_log2": None if tau else math.log2(row.value),
         "threshold_scale_factor": None if tau else row.value * result.keys,
-        "time_ratio_estimated": record.pop("ratio_estimated"),
+        "time_ratio_estimated": estimated,
         "time_ratio_measured": _ratio(row),
         "chosen": int(row.value == result.choice.value),
     }
@@ -163,20 +102,6 @@ def _ratio(row: Row) -> float | None:
     if row.sparse_ms is None or row.dense_ms is None:
         return None
     return row.sparse_ms / row.dense_ms
-
-
-def _write_csv(result: TuneResult, path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(COLUMNS), extrasaction="ignore")
-        writer.writeheader()
-        for row in all_rows(result):
-            writer.writerow(cells(result, row))
-
-
-def _columns_text() -> str:
-    width = max(map(len, COLUMNS))
-    lines = [f"{name:<{width}}  {text}" for name, text in COLUMNS.items()]
-    return "\n".join([f"Columns of {RESULTS}", *lines, ""])
 
 
 def _provenance(result: TuneResult, command: Sequence[str]) -> dict[str, object]:

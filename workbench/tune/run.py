@@ -142,6 +142,12 @@ def warnings_of(result: TuneResult) -> list[str]:
             f"dense_layers {', '.join(map(str, absent))}: exported, but the capture holds only "
             f"layers {', '.join(map(str, result.capture.layers))}, so nothing here depends on them"
         )
+    ratios = [line.ratio_measured for line in lines if line.ratio_measured is not None]
+    if ratios and min(ratios) >= 1:
+        found.append(
+            f"no {knob} tried was faster than dense here ({result.keys:,} tokens on "
+            f"{result.device}; other work on this machine counts too)"
+        )
     if result.settings.sink_tokens:
         found.append(
             "the exported configuration has no field for sink_tokens; the server ignores it"

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from workbench.capture import open_capture
+from workbench.run_folder import check_new, default_folder
+from workbench.terminal import recording_console
 from workbench.tune import report
 from workbench.tune import run as tune
 from workbench.tune import text as tune_text
@@ -42,25 +44,19 @@ def tune_capture(
         FileNotFoundError, ValueError, TypeError, UnsupportedError: the capture is damaged, or it
         and the settings do not fit; nothing is written then.
     """
-    report.check_new(out or report.default_folder(settings.algorithm))
+    check_new(out or default_folder(settings.algorithm))
     capture = open_capture(path)
     capture.verify()  # damaged numbers would be tuned on without a sign of it
     with _progress(tune.units(capture, settings)) as tick:
         result = tune.run(capture, settings, tick=tick)
-    screen = console or _console()
+    screen = console or recording_console(WIDTH)
     tune_text.show(result, screen)
-    folder = out or report.default_folder(settings.algorithm)
+    folder = out or default_folder(settings.algorithm)
     argv = list(sys.argv if command is None else command)
     with Console(stderr=True).status("drawing the figures"):  # silent where it is no terminal
         report.write(result, folder, command=argv, summary=screen.export_text(clear=False))
     screen.print(f"Run folder: {folder}", style="bold", soft_wrap=True, highlight=False)
     return folder
-
-
-def _console() -> Console:
-    """The terminal, or plain text of a fixed width where nobody watches."""
-    width = None if sys.stdout.isatty() else WIDTH
-    return Console(record=True, highlight=False, width=width)
 
 
 @contextmanager

@@ -79,9 +79,7 @@ class Sweep:
     def _measure_entry(self, entry: Entry, value: float) -> list[Row]:
         self.tick(f"{self.method.knob} {value:.4g}, layer {entry[0]} step {entry[1]}")
         data = self.load(entry)
-        impl = self.settings.impl
-        dense = attend(data.q, data.k, data.v, impl=impl)
-        probe = self.method.probe(data.q, data.k, data.v, value, dense, impl)
+        probe = self.method.probe(data.q, data.k, data.v, value, self.settings.impl)
         self.ran.add(probe)
         density = self.method.density(self.prepared[entry], [value])[..., 0]
         alone = self.method.alone(self.prepared[entry], value)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockattn.layout import BLOCK, num_blocks
+from workbench.terminal import plain_table
 from workbench.tune.rows import Line
 from workbench.tune.run import TuneResult
 
@@ -37,7 +38,7 @@ def settings_table(result: TuneResult) -> Table:
     title = (
         f"{result.method.algorithm}: mean over {len(entries)} (layer, step) entries x {heads} heads"
     )
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("")
     for name in _knob_columns(result):
         table.add_column(name, justify="right")
@@ -86,7 +87,7 @@ def _cells(result: TuneResult, line: Line) -> list[str]:
 
 def worst_table(result: TuneResult) -> Table:
     """Heads at the chosen value, largest error first."""
-    table = _table(f"Worst heads at {result.method.knob} = {result.choice.value:.5g}")
+    table = plain_table(f"Worst heads at {result.method.knob} = {result.choice.value:.5g}")
     for name in ("layer", "step", "time", "head", "density", "relative L2", "cosine", "max abs"):
         table.add_column(name, justify="right")
     for row in result.worst()[:WORST]:
@@ -156,7 +157,3 @@ def _requested(result: TuneResult, line: Line) -> str:
     if result.settings.target_error is not None:
         error += f" delivered, at most {result.settings.target_error:.4f} requested"
     return f"{density}; {error}"
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

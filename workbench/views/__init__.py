@@ -1,9 +1,10 @@
 """Pictures as plain functions: each draws data into a given Axes or Figure, without pyplot.
 
-``new_figure`` makes a figure, ``save`` writes it, ``picture`` shows it
-in a notebook, ``to_png`` gives its bytes.
+``new_figure`` makes a figure, ``save`` writes it, ``picture`` shows it in a notebook, ``to_png``
+gives its bytes.
 """
 
+from workbench.views.bench import draw_break_even, draw_rates, draw_split, draw_targets
 from workbench.views.coarse import draw_coarse
 from workbench.views.cubes import cubes_size, draw_cubes, draw_slots
 from workbench.views.curve import draw_curve
@@ -29,6 +30,7 @@ __all__ = [
     "add_threshold_units",
     "cubes_size",
     "describe_schedule",
+    "draw_break_even",
     "draw_coarse",
     "draw_cubes",
     "draw_curve",
@@ -37,19 +39,22 @@ __all__ = [
     "draw_heads",
     "draw_histogram",
     "draw_methods",
+    "draw_rates",
     "draw_rounding",
     "draw_route",
     "draw_schedule",
     "draw_skip",
+    "draw_split",
+    "draw_targets",
+    "draw_slots",
     "draw_tradeoff",
     "draw_videos",
-    "draw_slots",
     "frames_size",
     "heatmap",
     "new_figure",
     "picture",
     "save",
     "to_png",
-    "videos_size",
     "units_table",
+    "videos_size",
 ]

@@ -39,12 +39,10 @@ class _Place:
         return x, top + row * (self.height + CAPTION) + CAPTION
 
 
-def frames_size(
-    shape: tuple[int, int, int], width: float = WIDTH, columns: int = COLUMNS
-) -> tuple[float, float]:
+def frames_size(shape: tuple[int, int, int], width: float = WIDTH) -> tuple[float, float]:
     """Figure size in inches in which the frames of a (T, H, W) grid fill the width."""
     count = min(shape[0], MAX_FRAMES)
-    place = _place(shape, count, columns, width, np.inf)
+    place = _place(shape, count, width, np.inf)
     return width, TITLE + LEGEND + -(-count // place.columns) * (place.height + CAPTION)
 
 
@@ -56,9 +54,10 @@ def draw_frames(
     *,
     title: str = "",
     rest: str = "approximate",
-    columns: int = COLUMNS,
 ) -> None:
     """A small panel per latent frame: exact keys tinted and outlined, the rest washed out.
+
+    Above 24 latent frames, an even choice of 24 is shown.
 
     Args:
         figure: an empty figure, which is filled; :func:`frames_size` gives its best size.
@@ -68,7 +67,6 @@ def draw_frames(
             covers a patch of pixels. Without it the ground is plain.
         title: e.g. layer, step, head, tau and the query block.
         rest: what became of the other keys, for the legend: approximate or skipped.
-        columns: panels in a row. Above 24 latent frames, an even choice of 24 is shown.
 
     Raises:
         ValueError: shapes that do not belong together.
@@ -81,7 +79,7 @@ def draw_frames(
     pixels = None if video is None else _checked_video(video)
     ax, (width, height) = _inch_axes(figure)
     frames = shown_frames(query, MAX_FRAMES)
-    place = _place(keys.shape, len(frames), columns, width, height)
+    place = _place(keys.shape, len(frames), width, height)
     grounds = grey_frames(pixels, frames, keys.shape)
     for index, t in enumerate(frames):
         _draw_panel(ax, place, place.corner(index, TITLE), grounds[index], keys[t], query[t])
@@ -121,9 +119,9 @@ def _runs(edges: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.stack([np.stack([starts, rows], 1), np.stack([ends, rows], 1)], 1)
 
 
-def _place(shape: tuple[int, ...], count: int, columns: int, width: float, height: float) -> _Place:
+def _place(shape: tuple[int, ...], count: int, width: float, height: float) -> _Place:
     """Panels as large as width and height allow."""
-    columns = min(columns, count)
+    columns = min(COLUMNS, count)
     rows = -(-count // columns)
     ratio = shape[1] / shape[2]
     widest = (width - 2 * MARGIN - (columns - 1) * GAP) / columns

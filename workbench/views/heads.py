@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -23,7 +21,6 @@ def draw_heads(
     error: ArrayLike | Tensor | None = None,
     *,
     highlight: int | None = None,
-    labels: Sequence[str] | None = None,
     title: str = "",
 ) -> None:
     """A row per head: density as a bar, relative L2 error against dense as a diamond.
@@ -35,7 +32,6 @@ def draw_heads(
         density: ``[heads]``, exact / valid pairs.
         error: ``[heads]``, relative L2 error; ``None`` = not measured yet, shown as an ellipsis.
         highlight: the head to draw in the accent colour.
-        labels: a name for each head, default "head 0" and so on.
     """
     bars = array(density)
     errors = None if error is None else array(error)
@@ -53,9 +49,8 @@ def draw_heads(
     ax.set_ylim(len(rows) - 0.4, -0.6)
     tidy(ax, xlabel="density, and relative L2 error against dense", ylabel="", title=title)
     ax.grid(False, axis="y")
-    names = labels or [f"head {row}" for row in rows]
-    stride = -(-len(rows) // WRITTEN)
-    ax.set_yticks(rows[::stride], list(names)[::stride])
+    shown = rows[:: -(-len(rows) // WRITTEN)]
+    ax.set_yticks(shown, [f"head {row}" for row in shown])
     _legend(ax)
 
 

@@ -14,9 +14,7 @@ LIMITS = (-8.0, 12.0)
 BINS = 72
 
 
-def draw_histogram(
-    ax: Axes, z: ArrayLike | Tensor, tau: float, *, title: str = "", xlim: tuple | None = None
-) -> None:
+def draw_histogram(ax: Axes, z: ArrayLike | Tensor, tau: float, *, title: str = "") -> None:
     """Histogram of z-scores with the tau line; what lies right of it is dark and has its share.
 
     Args:
@@ -24,7 +22,6 @@ def draw_histogram(
         z: z-scores of one head's block pairs, any shape. Scores outside [-8, 12] are counted
             in the outermost bins; what is not finite is left out, and the title says how much.
         tau: the threshold in standard deviations.
-        xlim: range of the x axis; by default it fits the scores and tau.
     """
     every = array(z).ravel()
     scores = every[np.isfinite(every)]
@@ -35,7 +32,7 @@ def draw_histogram(
     ax.stairs(counts, edges, fill=True, color="#c5ced9")
     _fill_right(ax, counts, edges, tau)
     ax.axvline(tau, color=QUERY, linewidth=1.4)
-    ax.set_xlim(*(xlim or (min(edges[0], tau - 0.6), max(edges[-1], tau + 1.2))))
+    ax.set_xlim(min(edges[0], tau - 0.6), max(edges[-1], tau + 1.2))
     ax.set_ylim(0, max(1, int(counts.max())) * 1.25)
     tidy(ax, xlabel="z-score (standard deviations)", ylabel="block pairs", title=title)
     ax.yaxis.set_major_formatter(EngFormatter(sep=""))

@@ -31,7 +31,6 @@ def draw_route(
     query: int | None = None,
     key: int | None = None,
     frame_edges: Sequence[float] = (),
-    legend: bool = True,
 ) -> None:
     """Routing map: four decisions told apart by lightness and hatch, rows = query blocks.
 
@@ -43,23 +42,21 @@ def draw_route(
         query, key: a query block whose row is marked, and a key block in it.
         frame_edges: block positions where latent frames begin
             (:func:`workbench.decisions.frame_edges`).
-        legend: one entry for each decision with its share of the pairs.
     """
     grid = array(classes)
     if max(grid.shape) > PIXELS:
-        _draw_pooled(ax, grid, legend)
+        _draw_pooled(ax, grid)
     else:
         draw_classes(ax, grid, DECISIONS)
-        if legend:
-            numbers = np.bincount(grid.ravel(), minlength=len(Decision))
-            class_legend(ax, DECISIONS, {code: int(numbers[code]) for code in Decision})
+        numbers = np.bincount(grid.ravel(), minlength=len(Decision))
+        class_legend(ax, DECISIONS, {code: int(numbers[code]) for code in Decision})
     label_blocks(ax, "block", title, pad=17 if len(frame_edges) > 2 else 6)
     _mark_frames(ax, frame_edges)
     if query is not None:
         _mark_row(ax, query, key, grid.shape[1])
 
 
-def _draw_pooled(ax: Axes, grid: np.ndarray, legend: bool) -> None:
+def _draw_pooled(ax: Axes, grid: np.ndarray) -> None:
     picture, factor = pooled_density(torch.as_tensor(grid), PIXELS)
     rows, columns = grid.shape
     extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
@@ -69,11 +66,10 @@ def _draw_pooled(ax: Axes, grid: np.ndarray, legend: bool) -> None:
     ax.imshow(array(picture), extent=overhang, aspect="equal", **shades)
     ax.set_xlim(*extent[:2])
     ax.set_ylim(*extent[2:])
-    if legend:
-        levels = [("density 0", 0.0), ("0.5", 0.5), ("1", 1.0)]
-        handles = [Patch(facecolor=RAMP(x), edgecolor=FAINT, label=text) for text, x in levels]
-        rule = f"1 pixel = mean of {factor} x {factor} pairs"
-        below_map(ax, [*handles, Patch(alpha=0, label=rule)])
+    levels = [("density 0", 0.0), ("0.5", 0.5), ("1", 1.0)]
+    handles = [Patch(facecolor=RAMP(x), edgecolor=FAINT, label=text) for text, x in levels]
+    rule = f"1 pixel = mean of {factor} x {factor} pairs"
+    below_map(ax, [*handles, Patch(alpha=0, label=rule)])
 
 
 def _mark_frames(ax: Axes, edges: Sequence[float]) -> None:

@@ -12,20 +12,16 @@ from workbench.views.blocks import class_legend, draw_classes, label_blocks
 from workbench.views.style import TILES, array
 
 
-def draw_skip(
-    ax: Axes, states: ArrayLike | Tensor, title: str = "", *, legend: bool = True
-) -> None:
+def draw_skip(ax: Axes, states: ArrayLike | Tensor, title: str = "") -> None:
     """Skip map: computed dark, skipped light, masked hatched; rows = query tiles.
 
     Args:
         ax: where to draw.
         states: uint8 ``[Nq, Nk]`` of :func:`workbench.decisions.skip_states`.
         title: e.g. layer, step, head, threshold and density.
-        legend: one entry for each state with its share of the tiles.
     """
     grid = array(states)
     draw_classes(ax, grid, TILES)
-    if legend:
-        numbers = np.bincount(grid.ravel(), minlength=len(TileState))
-        class_legend(ax, TILES, {state: int(numbers[state]) for state in TileState})
+    numbers = np.bincount(grid.ravel(), minlength=len(TileState))
+    class_legend(ax, TILES, {state: int(numbers[state]) for state in TileState})
     label_blocks(ax, "tile", title)

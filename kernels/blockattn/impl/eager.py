@@ -51,12 +51,6 @@ def run(problem: Problem) -> Result:
         return _no_keys(problem)
     if problem.route is None and problem.skip_threshold is None and problem.block_lengths is None:
         return Result(_dense(problem), _dense_lse(problem) if problem.want_trace else None)
-    # Under autocast the products would silently lose the inputs' precision.
-    with torch.autocast(problem.q.device.type, enabled=False):
-        return _by_blocks(problem)
-
-
-def _by_blocks(problem: Problem) -> Result:
     pairs = valid_blocks(problem)
     skipped = None if problem.skip_threshold is None else _skipped(problem, pairs)
     if skipped is not None:

@@ -1,4 +1,4 @@
-"""Portable GPU kernels in Triton: preparation, routing, attention.
+"""Portable GPU kernels in Triton: preparation, routing, attention, quantisation.
 
 Nothing here imports triton before a call on a GPU asks for it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from blockattn.problem import Problem, Result
 
@@ -34,12 +35,31 @@ def run(problem: Problem) -> Result:
     return launch.run(problem)
 
 
+def encodes(x: Tensor) -> bool:
+    """The fused encoders of MXFP8, NVFP4 and FP8 V serve x; the plain ones give the same bits.
+
+    A graph that ``torch.compile`` traces keeps the plain ones, which its compiler fuses.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and x.device.type in DEVICES
+        and x.dtype in DTYPES
+        and x.numel() > 0
+        and find_spec("triton") is not None
+        and not _too_old(x.device)
+    )
+
+
+def _too_old(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def _tensor_obstacles(problem: Problem) -> list[str]:
     found = []
     device, dtype, dim = problem.q.device, problem.q.dtype, problem.q.shape[3]
     if device.type not in DEVICES:
         found.append(f"q is on {device}, needs a CUDA GPU")
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    elif _too_old(device):
         found.append(f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0")
     if dtype not in DTYPES:
         found.append(f"dtype {dtype}, serves bfloat16 and float16")

@@ -15,20 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from blockattn.impl.triton import attention, launch, prepare, select
+from blockattn.impl.triton import attention, launch, prepare, quantise, select
+from blockattn.layout import num_blocks
+from blockattn.scale_layout import SCALE_COLUMNS
 
 INTEGERS_64 = re.compile(r"stride|lines")
 FLOATS = {"scale", "scale_output", "limit", "tau", "unit", "floor"}
 FLOAT_POINTERS = {
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "scale_ptr", "scale_output_ptr",
     "q_mean_ptr", "center_ptr", "variance_ptr", "z_ptr", "mean_ptr", "std_ptr",
-    "center", "variance", "q_mean",
+    "center", "variance", "q_mean", "factor_ptr",
 }  # fmt: skip
-ELEMENT_POINTERS = {"out_ptr", "q", "k", "v", "k_mean", "v_sum", "k_mean_ptr"}
+ELEMENT_POINTERS = {"out_ptr", "q", "k", "v", "k_mean", "v_sum", "k_mean_ptr", "x_ptr"}
+BYTE_POINTERS = {"drop_ptr": "*i8", "codes_ptr": "*u8"}
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,54 @@ def compile_preparation(
     return made
 
 
+def compile_quantisers(
+    capability: int, head_dim: int = 128, element: str = "bf16"
+) -> dict[str, Resources]:
+    """The encoders of MXFP8, NVFP4 and FP8 V for contiguous channels, by kernel."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[element]
+    wide = quantise.width(head_dim, 1)
+    given = {
+        "DIM": head_dim,
+        "ROWS": quantise.ROWS,
+        "STEPS": quantise.STEPS,
+        "CONVERT": capability >= 89,
+        "LARGEST": quantise.largest_number(dtype),
+        "stride_d": 1,
+    }
+    variants: dict[str, tuple[Any, dict[str, int]]] = {
+        "mxfp8": (quantise._mxfp8, _scale_shape(head_dim, 32)),
+        "nvfp4": (quantise._nvfp4, _scale_shape(head_dim, 16)),
+    }
+    for channels, scale in ((False, "tensor"), (True, "channel")):
+        shape = {"CHANNELS": channels, "WIDTH": wide}
+        variants[f"amax {scale}"] = quantise._amax, shape
+        variants[f"fp8 {scale}"] = quantise._fp8_values, shape
+    made = {}
+    for name, (kernel, shape) in variants.items():
+        options = quantise.NVFP4_OPTIONS if name == "nvfp4" else quantise.OPTIONS
+        wanted = inspect.signature(kernel.fn).parameters
+        constants = {key: value for key, value in (given | shape).items() if key in wanted}
+        made[name] = _compile(kernel, capability, constants, 4, element, options=options)
+    return made
+
+
+def _scale_shape(head_dim: int, block: int) -> dict[str, int]:
+    columns = num_blocks(head_dim // block, SCALE_COLUMNS)
+    return {"WIDTH": quantise.width(head_dim, block), "COLUMNS": columns}
+
+
 def _switches(kernel: Any) -> list[str]:
     return [name for name in inspect.signature(kernel.fn).parameters if name.isupper()]
 
 
 def _compile(
-    kernel: Any, capability: int, constants: dict, warps: int, element: str, source: Any = None
+    kernel: Any,
+    capability: int,
+    constants: dict,
+    warps: int,
+    element: str,
+    source: Any = None,
+    options: dict | None = None,
 ) -> Resources:
     names = list(inspect.signature(kernel.fn).parameters)
     kinds = {name: _kind(name, element, source) for name in names}
@@ -108,7 +154,7 @@ def _compile(
     built = triton.compile(
         ASTSource(kernel, signature=kinds, constexprs=constants, attrs=aligned),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
+        options={"num_warps": warps} | (options or {}),
     )
     return _resources(built)
 
@@ -123,8 +169,8 @@ def _kind(name: str, element: str, source: Any) -> str:
         return "*fp32"
     if name in FLOATS:
         return "fp32"
-    if name == "drop_ptr":
-        return "*i8"
+    if name in BYTE_POINTERS:
+        return BYTE_POINTERS[name]
     if name.endswith("_ptr"):
         return "*i32"
     return "i64" if INTEGERS_64.search(name) else "i32"
@@ -140,6 +186,8 @@ def _resources(built: Any) -> Resources:
     numbers = {key: int(value) for key, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
     ptx = built.asm["ptx"]
     kinds = {"wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma", "tma": "cp.async.bulk.tensor"}
+    kinds |= {"e4m3": "cvt.rn.satfinite.e4m3x2.f32", "division": "div.rn.f32", "flush": ".ftz"}
+    kinds |= {"approximate division": "div.full", "fused": "fma.rn", "wide load": "ld.global.v4"}
     counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}
     return Resources(
         numbers["REG"], numbers["LOCAL"], numbers["STACK"], built.metadata.shared, counts

@@ -43,14 +43,14 @@ def configuration(capability: tuple[int, int], *, plain: bool) -> Config:
     return Config(rows=64, columns=64, warps=4, stages=3)
 
 
-def run(problem: Problem) -> Result:
-    """Launches the kernels; nothing is read back from the device."""
+def run(problem: Problem, config: Config | None = None) -> Result:
+    """Launches the kernels, by default as configured; nothing is read back from the device."""
     batch, queries, heads, _ = problem.q.shape
     out = torch.empty_like(problem.q, memory_format=torch.contiguous_format)
     lse = None
     if problem.want_trace:
         lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
-    config = configure(problem)
+    config = config or configure(problem)
     tiles = num_blocks(queries, config.rows), num_blocks(problem.k.shape[1], config.columns)
     dropped = None
     if problem.skip_threshold is not None:

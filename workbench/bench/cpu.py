@@ -7,15 +7,12 @@ with the float64 reference at a smaller size.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +28,8 @@ from blockattn import (
     sol_attention,
     sol_scores,
 )
+from workbench.bench.targets import verdict
+from workbench.bench.timing import interleaved, ratio
 from workbench.provenance import provenance
 from workbench.synthetic import synthetic_qkv
 
@@ -68,10 +67,7 @@ class Row:
     @property
     def verdict(self) -> str:
         """``aim``, ``must`` or ``missed``: the best level that the figure reaches."""
-        sign = 1 if self.more_is_better else -1
-        if sign * self.measured >= sign * self.aim:
-            return "aim"
-        return "must" if sign * self.measured >= sign * self.must else "missed"
+        return verdict(self.measured, self.must, self.aim, more_is_better=self.more_is_better)
 
 
 def bench_cpu(
@@ -130,18 +126,6 @@ def check_parity(grid: tuple[int, int, int] = (4, 16, 16)) -> dict[str, float]:
     return errors
 
 
-def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every call, each called once per round after one round that does not count."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if number:
-                samples[name].append(time.perf_counter() - start)
-    return samples
-
-
 def speed_of_sol(grid: TokenGrid, repeats: int) -> list[Row]:
     """Row 10: Sol-Attn with routing and summaries, over torch's attention."""
     found = []
@@ -155,7 +139,7 @@ def speed_of_sol(grid: TokenGrid, repeats: int) -> list[Row]:
             },
             repeats,
         )
-        speed = _ratio(samples, "sdpa", "sol_attn")
+        speed = ratio(samples, "sdpa", "sol_attn")
         bound = 1 / (density + 1 / 64)
         setting = f"{_shape(data)}, tau {tau:.2f}, density {density:.3f}, bound {bound:.1f} x"
         quantity = f"Sol-Attn over torch SDPA, {kind}"
@@ -182,7 +166,7 @@ def cost_of_curves(grid: TokenGrid, repeats: int) -> list[Row]:
         Row(
             11,
             f"curve over all {name}, share of a dense pass",
-            _ratio(samples, name, "dense"),
+            ratio(samples, name, "dense"),
             *targets[name],
             "x",
             False,
@@ -229,31 +213,6 @@ def report(rows: Sequence[Row], command: Sequence[str] | None = None) -> dict[st
         "load_average": load,
         **provenance(command, {}),
     }
-
-
-def check_place(path: Path) -> None:
-    """Refuses a file that cannot be written, before any work.
-
-    Raises:
-        OSError: with the path and why.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        with path.open("a", encoding="utf-8"):
-            pass
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise OSError(
-            f"json={str(path)!r}: cannot be written ({error.strerror}); name another file"
-        ) from error
-
-
-def save(made: Mapping[str, Any], path: Path) -> None:
-    """Writes a report as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(made, indent=2) + "\n")
 
 
 def show(rows: Sequence[Row], made: Mapping[str, Any]) -> None:
@@ -307,10 +266,6 @@ def _shape(data: QKV) -> str:
     q = data[0]
     dtype = str(q.dtype).removeprefix("torch.")
     return f"B {q.shape[0]}, T {q.shape[1]:,}, H {q.shape[2]}, D {q.shape[3]}, {dtype}"
-
-
-def _ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> float:
-    return statistics.median(samples[over]) / statistics.median(samples[under])
 
 
 def _import_seconds(module: str) -> float:

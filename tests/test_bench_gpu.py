@@ -1,0 +1,595 @@
+"""The GPU benchmark measures what it says: rehearsed on the CPU with planted times.
+
+The kernels run in the interpreter at tiny sizes, so every call that would be timed is a real one;
+the times are planted, so every figure can be predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from blockattn.impl import triton as kernels
+from workbench.bench import (
+    figure,
+    gpu,
+    inputs,
+    kernel_rows,
+    parity,
+    peers,
+    report,
+    sol_rows,
+    timing,
+)
+from workbench.bench.cases import Case, Run
+from workbench.bench.inputs import Bench, Sizes
+from workbench.bench.roofline import Ceilings, Work, attention_work, measure_ceilings
+from workbench.bench.targets import GPU_ROWS, GPU_TARGETS, verdict
+from workbench.cli import app
+from workbench.views import draw_break_even, draw_targets, new_figure
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = Sizes(
+    long=(1, 12, 16),
+    short=(1, 8, 16),
+    check=(1, 11, 18),
+    heads=1,
+    check_heads=1,
+    head_dim=64,
+    densities=(0.34,),
+    taus=(2.0, -1000.0),
+    repeats=2,
+    matrix=16,
+    copy_bytes=2**12,
+)
+SECONDS = {
+    "dense sdpa default": 20.0,
+    "sdpa default": 20.0,
+    "triton": 5.0,
+    "triton traced": 5.1,
+    "prepare": 0.1,
+    "prepare + route": 0.3,
+    "attend": 4.5,
+    "triton, lists made in the call": 6.0,
+    "vote": 10.0,
+    "no vote": 8.0,
+    "dense as configured": 7.0,
+    "tau 2": 4.0,
+    "tau -1000": 30.0,
+    "product": 1.0,
+    "copy": 1.0,
+}
+
+
+def planted(calls, repeats):
+    """Runs every call once and says it took what the table has, 1 s where it has nothing."""
+    for call in calls.values():
+        call()
+    return {name: [SECONDS.get(name, 1.0)] * repeats for name in calls}
+
+
+EVERY_DENSE_PEER = peers.dense_peers
+
+
+def only_torch(q, k, v):
+    """The same baseline on every machine."""
+    return {"sdpa default": EVERY_DENSE_PEER(q, k, v)["sdpa default"]}
+
+
+@pytest.fixture
+def without_parity(monkeypatch):
+    """For tests of what comes after it."""
+    monkeypatch.setattr(gpu, "check_parity", lambda *_: {})
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    pytest.importorskip("triton", reason="needs triton (Linux)")
+    monkeypatch.setattr(kernels, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(peers, "dense_peers", only_torch)
+    missing = {"flash-attn-4": peers.Absent("not installed: planted")}
+    monkeypatch.setattr(peers, "block_mask_peers", lambda *_: missing)
+    return Bench(
+        TINY,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        dtype=torch.float16,
+        timer=planted,
+        count_syncs=lambda call: 1,
+        host_seconds=lambda call, repeats: 2e-4,
+        clocks=lambda: {"clocks.sm": 1980.0},
+    )
+
+
+@pytest.fixture
+def run(bench):
+    return Run(bench, Ceilings(flops=1e6, bytes=1e3), ("triton",))
+
+
+# -- figures from times ------------------------------------------------------------------------
+
+
+def test_sol_is_measured_over_its_bound_and_preparation_over_dense(run):
+    cases = sol_rows.sol_rows(run, {1, 4})
+    assert [case.row for case in cases] == [1, 4, 4, 1, 4, 4]
+    whole, share = cases[0], cases[1]
+    assert whole.density is not None
+    assert 0 < whole.density <= 1
+    assert whole.measured["triton"] == pytest.approx(5.0 / ((whole.density + 1 / 64) * 20.0))
+    assert whole.more["split"] == pytest.approx({"prepare": 0.1, "route": 0.2, "attend": 4.5})
+    assert whole.more["speed_up"] == {"triton": 4.0}
+    assert share.measured["triton"] == pytest.approx(100 * 0.3 / 20.0)
+    assert f"density {whole.density:.4f}" in whole.setting
+    assert "random" in cases[0].setting
+    assert "video-like" in cases[3].setting
+
+
+def test_the_ladder_ends_dense_and_gives_the_break_even_density(run):
+    data = run.bench.qkv("random", TINY.long)
+    found = sol_rows.ladder(run, data)
+    assert found["densities"][-1] == 1.0
+    first = found["densities"][0]
+    assert first < 1
+    expected = first + (1 - first) * (20 - 4) / (30 - 4)
+    assert found["break_even_density"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("densities", "seconds", "expected"),
+    [
+        ([0.1, 0.5, 1.0], [1, 5, 10], 0.8),
+        ([1.0, 0.1, 0.5], [10, 1, 5], 0.8),
+        ([0.1, 1.0], [1, 7], 1.0),
+        ([0.1, 1.0], [9, 10], None),
+        ([0.2, 1.0], [4, 8], 1.0),
+    ],
+)
+def test_break_even_is_where_the_call_takes_as_long_as_dense(densities, seconds, expected):
+    found = sol_rows.break_even(densities, seconds, 8.0)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_a_block_mask_is_measured_by_its_rate_over_the_dense_rate(run):
+    (short, long) = kernel_rows.mask_rows(run, {3})
+    assert short.density == pytest.approx(0.5)
+    assert long.density == pytest.approx(1 / 3)
+    assert short.measured["triton"] == pytest.approx(0.5 * 20 / 5.0)
+    assert long.more["flops_per_second"]["triton"] == pytest.approx(4 * 192 * 64 * 64 / 5.0)
+
+
+def test_a_peer_that_runs_is_measured_like_our_own(run, monkeypatch):
+    monkeypatch.setattr(
+        peers,
+        "block_mask_peers",
+        lambda q, k, v, route: {"other": lambda: q, "broken": peers.Absent("fails here: why")},
+    )
+    monkeypatch.setitem(SECONDS, "other", 2.0)
+    case = kernel_rows.mask_rows(run, {3})[0]
+    assert case.peers == {"other": pytest.approx(0.5 * 20 / 2.0)}
+    assert run.absent["block mask: broken"] == "fails here: why"
+
+
+def test_syncs_are_counted_only_where_a_known_wait_is_counted(run):
+    run.bench.count_syncs = lambda call: 0
+    with pytest.raises(RuntimeError, match="cannot be counted"):
+        kernel_rows.sync_rows(run, {5})
+
+
+def test_every_public_call_is_asked_for_syncs(run):
+    counts = iter([1, *[0] * 20])
+    run.bench.count_syncs = lambda call: (call(), next(counts))[1]
+    cases = kernel_rows.sync_rows(run, {5})
+    names = " ".join(case.setting for case in cases)
+    for word in ("sol_attention", "with a route", "skip threshold", "mxfp8", "nvfp4", "fp8 v"):
+        assert word in names
+    assert all(case.measured == {"triton": 0.0} for case in cases)
+    assert all(case.more["host_seconds"] == 2e-4 for case in cases)
+
+
+def test_a_trace_is_measured_as_a_share_of_the_call(run):
+    cases = kernel_rows.trace_rows(run, {6})
+    assert [case.measured["triton"] for case in cases] == [pytest.approx(2.0)] * 2
+
+
+def test_the_skip_vote_is_measured_against_the_same_kernel_and_tiles(run):
+    case = kernel_rows.skip_rows(run, {7})[0]
+    assert case.measured["triton"] == pytest.approx(10 / 8)
+    assert case.more["skipped"] == 0
+    assert case.more["speed_up_over"]["dense as configured"] == pytest.approx(0.7)
+    assert "64 x 64" in case.baseline
+
+
+def test_the_threshold_of_row_eight_drops_at_least_what_was_asked(run, monkeypatch):
+    monkeypatch.setattr(
+        kernel_rows, "skipped_share", lambda data, threshold: min(0.9, threshold / 2)
+    )
+    threshold = kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7)
+    assert threshold == pytest.approx(1.4, rel=0.01)
+    assert threshold >= 1.4
+    monkeypatch.setattr(kernel_rows, "skipped_share", lambda data, threshold: 0.1)
+    with pytest.raises(RuntimeError, match="no threshold"):
+        kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7)
+
+
+def test_dropped_tiles_are_counted_by_the_kernel_itself(run):
+    data = run.bench.qkv("random", TINY.long)
+    assert kernel_rows.skipped_share(data, 0.0) == 0
+    assert 0 < kernel_rows.skipped_share(data, 1e9) < 1
+
+
+def test_quantisers_are_measured_over_the_time_of_their_bytes(run):
+    cases = kernel_rows.quant_rows(run, {9})
+    x = run.bench.qkv("random", TINY.long)[0]
+    assert len(cases) == len(kernel_rows.QUANTISERS)
+    for case, encode in zip(cases, kernel_rows.QUANTISERS.values()):
+        size = x.nbytes + kernel_rows.encoded_bytes(encode(x))
+        assert case.measured == {"triton": pytest.approx(1.0 / (size / 1e3))}
+        assert f"{size:,} bytes" in case.setting
+
+
+def test_the_roofline_is_set_by_the_slower_of_the_two():
+    ceilings = Ceilings(flops=100.0, bytes=10.0)
+    found = Work(flops=1000.0, bytes=50.0).against(20.0, ceilings)
+    assert (found["floor_seconds"], found["floor_set_by"]) == (10.0, "product")
+    assert found["time_over_floor"] == 2.0
+    assert Work(0.0, 50.0).against(20.0, ceilings)["floor_set_by"] == "copy"
+
+
+def test_the_work_of_attention_counts_both_products_and_every_tensor_once():
+    q = torch.zeros(2, 128, 4, 64, dtype=torch.float16)
+    work = attention_work(q, q, 0.5, summaries=2)
+    assert work.flops == 4 * 2 * 4 * 128 * (64 + 2) * 64
+    assert work.bytes == 4 * q.nbytes
+
+
+def test_ceilings_are_rates_of_what_was_timed(bench):
+    found = measure_ceilings(bench)
+    assert found == Ceilings(flops=2 * 16**3, bytes=2 * 2**12)
+
+
+# -- parity ------------------------------------------------------------------------------------
+
+
+def test_every_timed_operation_agrees_with_the_reference(bench):
+    checks = parity.check_parity(bench, ("triton",))
+    assert all(check.holds for check in checks.values())
+    assert {row for check in checks.values() for row in check.rows} == set(GPU_ROWS) - {5}
+
+
+def test_a_wrong_result_names_its_rows_and_the_figure():
+    checks = {
+        "a": parity.Check((1, 4), 2e-2, 1e-2),
+        "b": parity.Check((4,), math.nan, 1.0),
+        "c": parity.Check((3,), 0.0, 0.0),
+    }
+    found = parity.broken(checks)
+    assert set(found) == {1, 4}
+    assert "a: 0.02, allowed 0.01" in found[1]
+    assert "b: nan" in found[4]
+
+
+def test_a_wrong_row_is_not_timed_and_fails_the_run(bench, monkeypatch):
+    wrong = {"planted": parity.Check((9,), 1.0, 0.0)}
+    monkeypatch.setattr(gpu, "check_parity", lambda *_: wrong)
+    monkeypatch.setitem(gpu.GROUPS, (9,), lambda *_: pytest.fail("timed a wrong result"))
+    made = gpu.bench_gpu((9,), bench=bench)
+    assert "differs from the reference" in made["rows"]["9"]["failed"]
+
+
+def test_a_peer_that_differs_from_the_reference_is_not_timed():
+    data = tuple(torch.randn(1, 64, 1, 16) for _ in range(3))
+    honest = peers.dense_peers(*data)["sdpa default"]
+    found = parity.checked_peers({"good": honest, "bad": lambda: 2 * honest()}, data, {})
+    assert found["good"] is honest
+    assert "differs" in found["bad"].reason
+
+
+# -- peers -------------------------------------------------------------------------------------
+
+
+def raises(error):
+    def call():
+        raise error
+
+    return call
+
+
+def test_a_missing_library_is_named_with_the_cause():
+    for error in (ImportError("no module of that name"), OSError("libcuda.so: cannot open")):
+        found = peers.attempt(raises(error))
+        assert isinstance(found, peers.Absent)
+        assert found.reason.startswith(f"not installed: {type(error).__name__}")
+        assert str(error) in found.reason
+
+
+def test_a_library_that_fails_is_named_and_a_broken_import_is_loud():
+    found = peers.attempt(lambda: raises(RuntimeError("no kernel for this GPU")))
+    assert isinstance(found, peers.Absent)
+    assert found.reason == "fails here: RuntimeError: no kernel for this GPU"
+    with pytest.raises(AttributeError):
+        peers.attempt(raises(AttributeError("renamed")))
+
+
+def test_without_a_gpu_only_torch_is_a_peer():
+    q = torch.randn(1, 64, 1, 16)
+    assert set(peers.working(peers.dense_peers(q, q, q))) == {"sdpa default"}
+    route = inputs.random_mask(q, 1.0)
+    absent = peers.reasons(peers.block_mask_peers(q, q, q, route))
+    assert set(absent) == {"cudnn block-sparse", "flash-attn-4", "flexattention"}
+    assert all("needs a CUDA GPU" in reason for reason in absent.values())
+
+
+# -- timing, with a GPU that only keeps a diary -------------------------------------------------
+
+
+class Diary:
+    """Stands in for the GPU: events carry the position at which they were recorded."""
+
+    def __init__(self, monkeypatch):
+        self.lines: list[str] = []
+        diary = self.lines
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+                self.at = -1
+
+            def record(self):
+                self.at = len(diary)
+
+            def elapsed_time(self, other):
+                return 1e3 * (other.at - self.at)
+
+        class Buffer:
+            def zero_(self):
+                diary.append("flush")
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: diary.append("wait"))
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: Buffer())
+
+    def call(self, name, steps=1):
+        return lambda: self.lines.extend([name] * steps)
+
+
+def test_calls_on_a_gpu_alternate_behind_a_backlog_each_after_a_flush(monkeypatch):
+    diary = Diary(monkeypatch)
+    calls = {"a": diary.call("a"), "b": diary.call("b", steps=3)}
+    samples = timing.interleaved_on_gpu(calls, 2)
+    warm_up = ["a", "b", "b", "b"] * 2 + ["wait"]
+    one_round = ["flush"] * timing.BACKLOG + ["flush", "a", "flush", "b", "b", "b", "wait"]
+    assert diary.lines == warm_up + one_round * 2
+    assert samples == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+
+
+def test_the_launch_time_is_taken_behind_a_backlog(monkeypatch):
+    diary = Diary(monkeypatch)
+    assert timing.host_seconds(diary.call("a"), 1) < 1
+    backlog = ["flush"] * 20 * timing.BACKLOG
+    assert diary.lines == ["a", "wait", *backlog, "a", "wait"]
+
+
+def test_only_warnings_about_waits_are_counted_and_the_mode_is_restored(monkeypatch):
+    modes = []
+
+    def set_mode(mode):
+        modes.append(mode)
+        warnings.warn("the mode may not detect all synchronizing operations", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+
+    def call():
+        if modes:
+            for text in ("called a synchronizing CUDA operation", "something else"):
+                warnings.warn(text, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert timing.count_syncs(call) == 1
+    assert modes == ["warn", 0]
+
+
+def test_clocks_are_absent_without_the_tool_that_reads_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    gpu_without_uuid = SimpleNamespace()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu_without_uuid)
+    monkeypatch.setenv("PATH", "")
+    assert timing.gpu_clocks() is None
+
+
+# -- inputs, clocks, targets -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
+def test_a_random_mask_keeps_the_same_number_of_blocks_in_every_row(density):
+    q = torch.zeros(1, 64 * 10, 2, 16)
+    route = inputs.random_mask(q, density)
+    assert set(route.counts().flatten().tolist()) == {max(1, round(10 * density))}
+    assert route == inputs.random_mask(q, density)
+    assert density == 1 or route != inputs.random_mask(q, density, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1980, 3201, 612.50, 41\n", [1980.0, 3201.0, 612.5, 41.0]),
+        ("1980, [N/A], 612.50, 41\n", None),
+        ("", None),
+        ("No devices were found\n", None),
+    ],
+)
+def test_clocks_are_numbers_or_nothing(text, expected):
+    found = timing.parse_clocks(text)
+    assert found == (None if expected is None else dict(zip(timing.CLOCKS, expected)))
+
+
+def test_every_row_has_levels_for_both_kinds_of_kernels():
+    assert tuple(range(1, 10)) == GPU_ROWS
+    for target in GPU_TARGETS.values():
+        assert set(target.levels) == {"triton", "cute"}
+        for must, aim in target.levels.values():
+            assert verdict(aim, must, aim, more_is_better=target.more_is_better) == "aim"
+            assert verdict(must, must, aim, more_is_better=target.more_is_better) in ("must", "aim")
+
+
+# -- the report --------------------------------------------------------------------------------
+
+
+def test_the_headline_of_a_row_is_its_worst_case():
+    cases = [Case(1, "good", "b", {"triton": 1.3}), Case(1, "bad", "b", {"triton": 1.7})]
+    row = report.row_record(1, cases, {})
+    assert row["measured"] == {"triton": 1.7}
+    assert row["setting"] == {"triton": "bad"}
+    assert row["verdict"] == {"triton": "missed"}
+    more = report.row_record(3, [Case(3, "x", "b", {"triton": v}) for v in (0.7, 0.6)], {})
+    assert more["measured"] == {"triton": 0.6}
+    assert more["verdict"] == {"triton": "must"}
+
+
+@pytest.mark.usefixtures("without_parity")
+def test_a_run_is_written_after_every_group_and_read_again(bench):
+    lengths = []
+    made = gpu.bench_gpu((3, 6), bench=bench, keep=lambda now: lengths.append(len(now["rows"])))
+    assert lengths == [1, 2]
+    again = json.loads(json.dumps(made, allow_nan=False))
+    assert {"date", "machine", "versions", "rows", "ceilings", "parity", "absent"} <= set(again)
+    assert again["versions"]["torch"] == torch.__version__
+    for number, row in again["rows"].items():
+        assert set(row["measured"]) == {"triton"}, number
+        assert set(row["setting"]) == set(row["baseline"]) == {"triton"}
+        assert row["clocks"] == {key: {"clocks.sm": 1980.0} for key in ("before", "after")}
+        assert all(case["samples"] and case["seconds"] for case in row["cases"])
+    text = report.as_text(again)
+    assert "row 3" in text
+    assert "block mask: flash-attn-4: not installed: planted" in text
+
+
+@pytest.mark.usefixtures("without_parity")
+def test_a_row_that_raises_is_a_row_and_the_others_are_measured(bench, monkeypatch):
+    monkeypatch.setitem(gpu.GROUPS, (3,), lambda *_: raises(RuntimeError("out of memory"))())
+    made = gpu.bench_gpu((3, 6), bench=bench)
+    assert made["rows"]["3"]["failed"] == "RuntimeError: out of memory"
+    assert made["rows"]["6"]["measured"]
+    assert "FAILED: RuntimeError: out of memory" in report.as_text(made)
+
+
+def test_rows_that_are_not_measured_here_are_refused(bench):
+    for rows in ((), (10,), (1, 0)):
+        with pytest.raises(ValueError, match="rows="):
+            gpu.bench_gpu(rows, bench=bench)
+
+
+@pytest.mark.usefixtures("without_parity")
+def test_the_figure_is_drawn_from_the_file_alone(bench, tmp_path):
+    made = gpu.bench_gpu((1, 2, 3, 7), bench=bench)
+    made["rows"]["8"] = report.failed_row(8, "planted")
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(made))
+    target = tmp_path / "made" / "report.png"
+    done = CliRunner().invoke(app, ["bench", "draw", str(path), str(target)])
+    assert done.exit_code == 0, done.output
+    assert target.stat().st_size > 20_000
+
+
+def test_scores_put_every_row_on_one_scale():
+    less = report.row_record(1, [Case(1, "", "", {"triton": 3.3})], {})
+    assert figure.scores(less) == [("triton", pytest.approx(0.5), pytest.approx(1.65 / 1.4))]
+    more = report.row_record(8, [Case(8, "", "", {"triton": 2.8})], {})
+    assert figure.scores(more) == [("triton", pytest.approx(2.0), pytest.approx(1.6 / 1.4))]
+    zero = report.row_record(5, [Case(5, "", "", {"triton": 0.0})], {})
+    assert math.isnan(figure.scores(zero)[0][1])
+
+
+def test_a_figure_that_reaches_its_requirement_is_filled_and_another_hollow():
+    ax = new_figure().subplots()
+    draw_targets(ax, ["a", "b", "c"], [1.5, 0.5, math.nan], [2.0, 2.0, math.nan], ["x"] * 3)
+    circles = [line for line in ax.lines if line.get_marker() == "o"]
+    filled, hollow = circles
+    assert list(filled.get_xdata()) == [1.5]
+    assert hollow.get_markerfacecolor() == "white"
+    assert hollow.get_xdata()[0] == 0.5
+
+
+def test_the_break_even_density_is_marked_on_the_line_of_equal_time():
+    ax = new_figure().subplots()
+    draw_break_even(ax, {"a": ([0.1, 1.0], [8.0, 0.9], 0.9), "b": ([0.1, 1.0], [0.5, 0.2], None)})
+    marks = [line for line in ax.lines if len(line.get_xdata()) == 1]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in marks] == [(0.9, 1.0)]
+    texts = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert texts[:2] == ["a, break-even 0.90", "b, break-even none"]
+
+
+# -- the commands ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
+def test_without_a_gpu_the_command_says_so():
+    done = CliRunner().invoke(app, ["bench", "gpu"])
+    assert isinstance(done.exception, ValueError)
+    assert "torch sees no CUDA GPU" in str(done.exception)
+
+
+def test_a_report_that_is_none_is_refused(tmp_path):
+    for text, message in (("{", "is not JSON"), ("[]", "is not a report")):
+        path = tmp_path / "report.json"
+        path.write_text(text)
+        done = CliRunner().invoke(app, ["bench", "draw", str(path), str(tmp_path / "a.png")])
+        assert isinstance(done.exception, ValueError)
+        assert message in str(done.exception)
+
+
+def test_it_starts_without_the_packages_of_the_command_line():
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name.split('.')[0] in {'pydantic', 'typer', 'rich', 'yaml', 'matplotlib',\n"
+        "                                  'packaging', 'tqdm', 'ipywidgets'}:\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from workbench.bench import gpu\n"
+        "sys.exit(gpu.main(['--rows', '0']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 2
+    assert "rows=[0]: must be some of 1, 2" in done.stderr
+
+
+def test_the_script_for_a_gpu_machine_is_sound_bash():
+    done = subprocess.run(
+        ["bash", "-n", str(ROOT / ".ci" / "gpu")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (ROOT / ".ci" / "gpu").stat().st_mode & 0o100
+
+
+# -- on a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_wait_is_counted_and_a_plain_kernel_is_not():
+    x = torch.ones(8, device="cuda")
+    assert timing.count_syncs(lambda: x[0].item()) >= 1
+    assert timing.count_syncs(lambda: x + 1) == 0
+
+
+@pytest.mark.gpu
+def test_gpu_times_grow_with_the_work():
+    small, large = (torch.randn(n, n, device="cuda", dtype=torch.float16) for n in (1024, 8192))
+    calls = {"small": lambda: small @ small, "large": lambda: large @ large}
+    samples = timing.interleaved_on_gpu(calls, 3)
+    assert {name: len(values) for name, values in samples.items()} == {"small": 3, "large": 3}
+    assert timing.ratio(samples, "large", "small") > 20

@@ -1,0 +1,187 @@
+"""Attention of other libraries under one signature, and why one is not among them.
+
+Nothing here is needed: a package that is missing, or that fails on this machine, becomes a line of
+the report. Layout in and out is ``[B, T, H, D]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from blockattn import BlockRoute
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Why a peer is not timed."""
+
+    reason: str
+
+
+Found = dict[str, Call | Absent]
+
+
+def dense_peers(q: Tensor, k: Tensor, v: Tensor) -> Found:
+    """Dense attention of every library, each tried once, and torch's own choice among its own."""
+    builders = {
+        "sdpa default": lambda: _sdpa(q, k, v, None),
+        "sdpa flash": lambda: _sdpa(q, k, v, SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": lambda: _sdpa(q, k, v, SDPBackend.CUDNN_ATTENTION),
+        "flash-attn-4": lambda: _flash_dense(q, k, v),
+    }
+    return _attempts(builders, q.device)
+
+
+def block_mask_peers(q: Tensor, k: Tensor, v: Tensor, route: BlockRoute) -> Found:
+    """Attention under a block mask of every library, lists made before, each tried once."""
+    index, count = route.lists()
+    builders = {
+        "cudnn block-sparse": lambda: _cudnn_mask(q, k, v, index, count, route.block),
+        "flash-attn-4": lambda: _flash_mask(q, k, v, index, count, route.block),
+        "flexattention": lambda: _flex(q, k, v, index, count, route.block),
+    }
+    return _attempts(builders, q.device)
+
+
+def attempt(build: Callable[[], Call]) -> Call | Absent:
+    """The call that ``build`` gives once it has run, or why it cannot."""
+    try:
+        call = build()
+    except (ImportError, OSError) as error:
+        return Absent(f"not installed: {_short(error)}")
+    try:
+        if call().is_cuda:
+            torch.cuda.synchronize()
+    except _run_errors() as error:
+        return Absent(f"fails here: {_short(error)}")
+    return call
+
+
+def _attempts(builders: Mapping[str, Callable[[], Call]], device: torch.device) -> Found:
+    if device.type == "cuda":
+        return {name: attempt(build) for name, build in builders.items()}
+    elsewhere = Absent(f"needs a CUDA GPU, the tensors are on {device}")
+    return {
+        name: attempt(build) if name == "sdpa default" else elsewhere
+        for name, build in builders.items()
+    }
+
+
+def working(found: Mapping[str, Call | Absent]) -> dict[str, Call]:
+    """Those that can be timed."""
+    return {name: call for name, call in found.items() if not isinstance(call, Absent)}
+
+
+def reasons(found: Mapping[str, Call | Absent]) -> dict[str, str]:
+    """Those that cannot, with the reason."""
+    return {name: call.reason for name, call in found.items() if isinstance(call, Absent)}
+
+
+def _run_errors() -> tuple[type[BaseException], ...]:
+    """What a library raises when it does not serve a call; also its compiler's own errors.
+
+    AttributeError, because these libraries follow each other's internals and a mixture of versions
+    is found out in the first call; at an import it stays loud.
+    """
+    kinds: list[type[BaseException]] = [
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AssertionError,
+        AttributeError,
+    ]
+    try:
+        from cutlass.base_dsl.common import DSLBaseError
+
+        kinds.append(DSLBaseError)
+    except (ImportError, OSError):
+        pass
+    return tuple(kinds)
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Call:
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+
+    def call() -> Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+    return call
+
+
+def _flash_dense(q: Tensor, k: Tensor, v: Tensor) -> Call:
+    from flash_attn.cute.interface import flash_attn_func
+
+    return lambda: _first(flash_attn_func(q, k, v))
+
+
+def _flash_mask(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, count: Tensor, block: tuple[int, int]
+) -> Call:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.interface import flash_attn_func
+
+    # Every listed block is whole, so that no mask function is asked.
+    tensors = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(count),
+        mask_block_idx=torch.zeros_like(index),
+        full_block_cnt=count,
+        full_block_idx=index,
+        block_size=block,
+    )
+    return lambda: _first(flash_attn_func(q, k, v, block_sparse_tensors=tensors))
+
+
+def _cudnn_mask(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, count: Tensor, block: tuple[int, int]
+) -> Call:
+    from cudnn.block_sparse_attention import block_sparse_attention_forward as forward
+
+    def call() -> Tensor:
+        made: Any = forward(
+            q, k, v, index, q2k_block_nums=count, sparse_block_size=block[0], layout="bshd"
+        )
+        return made["o_tensor"]
+
+    return call
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, count: Tensor, block: tuple[int, int]
+) -> Call:
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    mask = BlockMask.from_kv_blocks(
+        torch.zeros_like(count),
+        torch.zeros_like(index),
+        count,
+        index,
+        BLOCK_SIZE=block,
+        seq_lengths=(q.shape[1], k.shape[1]),
+    )
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    options: Any = {"BLOCK_M": block[0], "BLOCK_N": block[1]}
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(query, key, value, block_mask=mask, kernel_options=options).transpose(
+        1, 2
+    )
+
+
+def _first(made: Any) -> Tensor:
+    """flash-attn-4 returns the output, or a pair with the LSE, depending on its version."""
+    return made[0] if isinstance(made, tuple) else made
