@@ -212,11 +212,25 @@ def test_the_threshold_of_row_eight_drops_at_least_what_was_asked(run, monkeypat
         kernel_rows, "skipped_share", lambda data, threshold: min(0.9, threshold / 2)
     )
     threshold = kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7)
+    assert threshold is not None
     assert threshold == pytest.approx(1.4, rel=0.01)
     assert threshold >= 1.4
     monkeypatch.setattr(kernel_rows, "skipped_share", lambda data, threshold: 0.1)
-    with pytest.raises(RuntimeError, match="no threshold"):
-        kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7)
+    assert kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7) is None
+
+
+def test_data_that_skips_too_little_is_left_out_by_name(run, monkeypatch):
+    thresholds = {"random": 2.0, "video-like": None}
+    kinds = iter(thresholds.values())
+    monkeypatch.setattr(kernel_rows, "threshold_for", lambda *_: next(kinds))
+    (case,) = kernel_rows.skip_rows(run, {8})
+    assert "random" in case.setting
+    assert case.measured["triton"] == pytest.approx(8 / 10)
+    assert case.density == pytest.approx(1 - case.more["skipped"])
+    assert "drops 70%" in run.absent["row 8, video-like"]
+    monkeypatch.setattr(kernel_rows, "threshold_for", lambda *_: None)
+    with pytest.raises(RuntimeError, match="no lambda"):
+        kernel_rows.skip_rows(run, {8})
 
 
 def test_dropped_tiles_are_counted_by_the_kernel_itself(run):

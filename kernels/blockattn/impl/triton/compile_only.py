@@ -149,7 +149,7 @@ def _compile(
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if kinds[name].startswith("*") or "stride" in name
+        if kinds[name].startswith("*") or (kinds[name] == "i64" and "stride" in name)
     }
     built = triton.compile(
         ASTSource(kernel, signature=kinds, constexprs=constants, attrs=aligned),
