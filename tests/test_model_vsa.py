@@ -17,7 +17,7 @@ from workbench.models.train import main as train_command
 from workbench.models.train import train
 from workbench.models.trainer import TrainConfig, Trainer
 from workbench.models.vsa_training import differentiable_vsa, vsa_for_training
-from workbench.models.weights import load_model, save_model, training_record
+from workbench.models.weights import VSA_WEIGHTS, load_model, save_model, training_record
 from workbench.paths import data_dir
 
 TINY = DiTConfig(depth=2, width=32, heads=2, head_dim=16)
@@ -269,3 +269,17 @@ def test_the_bundled_dense_weights_have_no_gate_and_still_load():
 
 def test_the_gate_fits_into_12_megabytes_in_bf16():
     assert 2 * sum(p.numel() for p in VideoDiT(DiTConfig(gate=True)).parameters()) < 12_000_000
+
+
+# -- the bundled weights ------------------------------------------------------------------------
+
+
+def test_the_bundled_fine_tuned_weights_are_small_have_a_gate_and_sample():
+    path = data_dir() / VSA_WEIGHTS
+    assert path.stat().st_size <= 12_000_000
+    tuned = load_model(path)
+    assert tuned.config.gate
+    assert any(block.to_gate_compress.weight.abs().max() > 0 for block in tuned.blocks)
+    assert training_record(path)["settings"]["sparsity"] == 0.875
+    video = sample(tuned, labels=["disc"], grid=(4, 4, 4), steps=2, guidance=1.0)
+    assert torch.isfinite(video).all()
