@@ -14,8 +14,8 @@ import torch
 from blockattn import BlockRoute, BlockSummary, attend, sol_attention, sol_scores
 from blockattn.impl import reference
 from blockattn.impl import triton as kernels
-from blockattn.problem import make_problem
-from blockattn.sol import LOG2_E, VARIANCE_FLOOR
+from blockattn.problem import LOG2_E, make_problem
+from blockattn.sol import VARIANCE_FLOOR
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
 from blockattn.impl.triton import launch, prepare, select  # noqa: E402

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from blockattn import checks
 from blockattn.layout import BLOCK, block_lengths, block_mean, block_sum, num_blocks
 from blockattn.route import BlockRoute
 
+LOG2_E = math.log2(math.e)  # natural logits to base-2 logits
 SKIP_REFERENCES = ("exact", "lagging")
 
 
@@ -105,6 +107,11 @@ class Problem:
         if self.skip_threshold is not None:
             names.append("skip_softmax")
         return "+".join(names) or "dense"
+
+    @property
+    def plain(self) -> bool:
+        """Dense attention over every key: no route, no skip vote, no padded blocks."""
+        return self.algorithm == "dense" and self.block_lengths is None
 
     def reachable(self, block: tuple[int, int]) -> BlockRoute:
         """Valid block pairs: all, or those on and below the diagonal when causal."""

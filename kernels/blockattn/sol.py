@@ -22,11 +22,10 @@ from blockattn.compiled import one_node
 from blockattn.impl import registry, triton
 from blockattn.layout import BLOCK, block_mean, num_blocks
 from blockattn.precision import own_precision
-from blockattn.problem import BlockSummary, Plan, make_problem
+from blockattn.problem import LOG2_E, BlockSummary, Plan, make_problem
 from blockattn.route import BlockRoute
 
 THRESHOLD_TYPES = ("diag", "exact")
-LOG2_E = math.log2(math.e)
 VARIANCE_FLOOR = 1e-6  # added to the variance, base-2 logits squared
 BAND = 1  # key blocks on either side of the diagonal that are always exact
 

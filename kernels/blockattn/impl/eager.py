@@ -49,7 +49,7 @@ def run(problem: Problem) -> Result:
     """Executes a call without obstacles."""
     if problem.q.numel() == 0 or problem.k.numel() == 0:
         return _no_keys(problem)
-    if problem.route is None and problem.skip_threshold is None and problem.block_lengths is None:
+    if problem.plain:
         return Result(_dense(problem), _dense_lse(problem) if problem.want_trace else None)
     pairs = valid_blocks(problem)
     skipped = None if problem.skip_threshold is None else _skipped(problem, pairs)

@@ -6,7 +6,6 @@ their maps agree bit for bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -16,9 +15,8 @@ from blockattn.impl import products
 from blockattn.impl.masks import valid_keys
 from blockattn.impl.workers import share
 from blockattn.layout import num_blocks
-from blockattn.problem import Problem
+from blockattn.problem import LOG2_E, Problem
 
-LOG2_E = math.log2(math.e)
 SCORES_AT_ONCE = 1 << 25  # elements of the largest score buffer where heads are batched
 
 

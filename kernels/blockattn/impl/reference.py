@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from blockattn.layout import num_blocks
-from blockattn.problem import Problem, Result
+from blockattn.problem import LOG2_E, Problem, Result
+from blockattn.quant_formats import E4M3_MAX
 from blockattn.route import BlockRoute
 
 SUMMARY = "float32/float64 PyTorch, the definition of the result"
-LOG2_E = math.log2(math.e)
-E4M3_MAX = 448.0
 LAG = 8.0  # base-2 units by which a lagging reference may trail the running maximum
 
 

@@ -65,7 +65,7 @@ def check_name(impl: object) -> str:
 
 def _order(problem: Problem) -> tuple[Implementation, ...]:
     """Fastest first; a plain dense call is fastest in torch's own attention, which eager calls."""
-    if problem.algorithm == "dense" and problem.block_lengths is None:
+    if problem.plain:
         return tuple(sorted(_FASTEST_FIRST, key=lambda item: item.name == "triton"))
     return _FASTEST_FIRST
 

@@ -19,9 +19,9 @@ from blockattn.impl import products
 from blockattn.impl.masks import unit_block, valid_keys
 from blockattn.impl.workers import share
 from blockattn.layout import num_blocks
-from blockattn.problem import Problem
+from blockattn.problem import LOG2_E, Problem
 
-LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+LN_2 = math.log(2.0)
 LOWEST = -3.0e38  # stands in for the maximum of a row without keys: -inf - LOWEST is still -inf
 GROUP = 1 << 26  # gathered key elements of query blocks that a GPU does together
 

@@ -30,8 +30,7 @@ def configure(problem: Problem) -> Config:
     """The configuration of a call on the GPU its tensors are on."""
     device = problem.q.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    plain = problem.algorithm == "dense" and problem.block_lengths is None
-    return configuration(capability, plain=plain)
+    return configuration(capability, plain=problem.plain)
 
 
 def configuration(capability: tuple[int, int], *, plain: bool) -> Config:
