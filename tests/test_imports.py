@@ -27,7 +27,7 @@ INTERFACE = {
 LAYERS = (
     {"workbench.cli"},
     {"workbench.widgets", "workbench.lab", "workbench.doctor"},
-    {"workbench.tune", "workbench.sample", "workbench.bench"},
+    {"workbench.tune", "workbench.sample", "workbench.bench", "workbench.sweep"},
     {"workbench.views"},
     {"analysis"},
     {"workbench.attention", "workbench.capture", "workbench.config", "workbench.synthetic"},
