@@ -44,6 +44,7 @@ class CallRecord:
         density: exact pairs / valid pairs that were delivered; 1 for dense.
         emulated: number formats that were emulated on this hardware.
         note: what else one should know, such as a missing denoising time.
+        reasons: why faster implementations did not run.
     """
 
     layer: int
@@ -57,6 +58,7 @@ class CallRecord:
     density: float
     emulated: tuple[str, ...] = ()
     note: str = ""
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

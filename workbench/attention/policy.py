@@ -370,4 +370,5 @@ def _record(
         verdict.detail,
         *ran,
         note="no denoising time: ran as if past the cutoff" if missing else "",
+        reasons=() if trace is None else tuple(map(str, trace.reasons)),
     )

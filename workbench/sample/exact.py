@@ -27,7 +27,9 @@ class BlockByBlock:
         every = BlockRoute.full(shape, seqlens=tokens, device=q.device)
         out, trace = attend(q, k, v, every, return_trace=True)
         what = ("dense", "control", "every block", "dense by blocks", trace.impl, trace.density)
-        self.records.append(CallRecord(call.layer, call.step, call.time, *what))
+        reasons = tuple(map(str, trace.reasons))
+        record = CallRecord(call.layer, call.step, call.time, *what, reasons=reasons)
+        self.records.append(record)
         return out
 
 

@@ -89,6 +89,7 @@ class Sampled:
         counts: where the policy sent the calls; ``None`` without a policy.
         seconds: of the whole sampling, densities read included.
         warnings: what the policy warned of.
+        attention_seconds: of that, spent in attention; NaN when nobody measured it.
     """
 
     variant: Variant
@@ -98,6 +99,7 @@ class Sampled:
     counts: CallCounts | None
     seconds: float
     warnings: list[str] = field(default_factory=list)
+    attention_seconds: float = math.nan
 
     @property
     def density(self) -> float:
@@ -223,11 +225,16 @@ def sample_variant(
 ) -> Sampled:
     """Samples one video with one variant."""
     runner = _runner(variant, model, settings)
+    in_attention = 0.0
 
     def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        nonlocal in_attention
         if call.layer == 0:
             tick(variant.name)
-        return runner(q, k, v, call)
+        began = _clock(q)
+        out = runner(q, k, v, call)
+        in_attention += _clock(out) - began
+        return out
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -236,7 +243,15 @@ def sample_variant(
         seconds = time.perf_counter() - began
     counts = runner.counts() if isinstance(runner, SparseAttention) else None
     told = [str(warning.message) for warning in caught]
-    return Sampled(variant, seed, video, list(runner.records), counts, seconds, told)
+    records = list(runner.records)
+    return Sampled(variant, seed, video, records, counts, seconds, told, in_attention)
+
+
+def _clock(tensor: Tensor) -> float:
+    """Seconds, once everything that was asked of a GPU is done."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
 
 
 def _runner(variant: Variant, model: VideoDiT, settings: SampleSettings) -> Runner:
