@@ -94,7 +94,7 @@ class VisualGenConfig(Strict):
         return data
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class UniqueKeys(yaml.SafeLoader):
     """YAML whose mappings name every key once; PyYAML alone lets the last one win in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -129,7 +129,7 @@ def load_config(source: str | Path) -> VisualGenConfig:
         )
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
     try:
-        data = yaml.load(text, _UniqueKeys)
+        data = yaml.load(text, UniqueKeys)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict) or "attention_config" not in data:
