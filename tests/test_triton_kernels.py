@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from blockattn.problem import LOG2_E, make_problem
 from blockattn.sol import VARIANCE_FLOOR
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
-from blockattn.impl.triton import launch, prepare, select  # noqa: E402
+from blockattn.impl.triton import launch, lists, prepare, select  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -201,42 +202,52 @@ def test_the_gpu_route_equals_the_defined_one(thresh_type, tokens):
     torch.testing.assert_close(selection.z, scores.z, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(selection.mean, scores.mean, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(selection.std, scores.std, atol=1e-4, rtol=1e-4)
-    assert_lists_spell_the_route(selection, route)
+    assert_lists_spell_the_route(route)
 
 
 def plan(q, k, v, scores, tau):
-    q_mean, k_mean, v_sum = prepare.summarise(q, k, v, 64)
+    q_mean, k_mean, v_sum, _ = prepare.summarise(q, k, v, 64)
     selection = select.select(
         q_mean,
-        k_mean,
-        *prepare.moments(k_mean),
+        prepare.center_keys(k_mean),
         tau=tau,
         unit=q.shape[3] ** -0.5 * LOG2_E,
         floor=VARIANCE_FLOOR,
         sink=scores.sink,
         band=1,
         exact=scores.thresh_type == "exact",
-        pairs=True,
         scores=True,
     )
     return selection, k_mean, v_sum
 
 
-def assert_lists_spell_the_route(selection, route):
-    assert torch.equal(selection.count.long(), route.counts())
-    mask = route.dense()
-    for head, row in [(0, 0), (mask.shape[1] - 1, mask.shape[2] - 1)]:
-        exact = mask[0, head, row].nonzero().flatten()
-        count = int(selection.count[0, head, row])
-        assert torch.equal(selection.index[0, head, row, :count].long(), exact)
-        first = row - row % 2
-        pair = mask[0, head, first : first + 2].int()
-        owners = pair[0] + (2 * pair[1] if len(pair) == 2 else 0)
-        union = owners.nonzero().flatten()
-        count = int(selection.pair_count[0, head, row // 2])
-        assert torch.equal(
-            selection.pairs[0, head, row // 2, :count].long(), union * 4 + owners[union]
-        )
+def assert_lists_spell_the_route(route):
+    """Every row's list and every pair's list, with owners, against the dense mask."""
+    mask = route.dense().cpu()
+    index, count = (x.cpu() for x in lists.row_lists(route.words, route.grid[1]))
+    pairs, pair_count = (x.cpu() for x in lists.pair_lists(route.words, route.grid[1]))
+    assert torch.equal(count.long(), mask.sum(-1))
+    odd = torch.zeros_like(mask[:, :, :1])[:, :, : mask.shape[2] % 2]
+    first, second = torch.cat([mask, odd], dim=2).int().unflatten(2, (-1, 2)).unbind(3)
+    owners = first + 2 * second
+    assert torch.equal(pair_count.long(), (owners != 0).sum(-1))
+    for batch, head, row in np.ndindex(*count.shape):
+        listed = index[batch, head, row, : count[batch, head, row]].long()
+        assert torch.equal(listed, mask[batch, head, row].nonzero().flatten())
+    for batch, head, row in np.ndindex(*pair_count.shape):
+        listed = pairs[batch, head, row, : pair_count[batch, head, row]].long()
+        union = owners[batch, head, row].nonzero().flatten()
+        assert torch.equal(listed, union * 4 + owners[batch, head, row, union])
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 31, 32, 33, 65, 2100])
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_lists_of_any_words_spell_the_route(blocks, density):
+    generator = torch.Generator().manual_seed(blocks)
+    rows = 3 if blocks > 100 else blocks
+    mask = torch.rand(2, 2, rows, blocks, generator=generator) < density
+    route = BlockRoute.from_dense(mask.to(DEVICE), block=(64, 64))
+    assert_lists_spell_the_route(route)
 
 
 def test_equal_key_blocks_are_an_exact_tie():
@@ -247,7 +258,7 @@ def test_equal_key_blocks_are_an_exact_tie():
     for tau, whole in ((0.0, False), (0.1, False), (-0.1, True)):
         selection, *_ = plan(q, k, k, scores, tau)
         expected = torch.full_like(band, 5) if whole else band
-        assert torch.equal(selection.count.long(), expected)
+        assert torch.equal(BlockRoute(selection.words, (64, 64), (300, 300)).counts(), expected)
 
 
 def test_nan_after_the_last_token_is_never_read():
@@ -255,8 +266,8 @@ def test_nan_after_the_last_token_is_never_read():
     room = [torch.full((1, 128, 1, 64), torch.nan, dtype=DTYPE, device=DEVICE) for _ in range(3)]
     for target, x in zip(room, (q, k, v)):
         target[:, :100] = x
-    q_mean, k_mean, v_sum = prepare.summarise(*(x[:, :100] for x in room), 64)
-    assert all(torch.isfinite(x).all() for x in (q_mean, k_mean, v_sum))
+    summaries = prepare.summarise(*(x[:, :100] for x in room), 64)
+    assert all(torch.isfinite(x).all() for x in summaries)
     views = [x[:, :100] for x in room]
     assert torch.equal(launch.run(make_problem(*views)).out, launch.run(make_problem(q, k, v)).out)
 

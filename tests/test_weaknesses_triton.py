@@ -42,7 +42,7 @@ def inputs(tokens: int, *, heads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_sol_weakness_2_the_mean_query_stays_float32():
     q, k, v = inputs(640)
-    q_mean, k_mean, _ = prepare.summarise(q, k, v, 64)
+    q_mean, k_mean, *_ = prepare.summarise(q, k, v, 64)
     assert (q_mean.dtype, k_mean.dtype) == (torch.float32, HALF)
     assert_close(q_mean[0, 0], layout.block_mean(q)[0, :, 0], rtol=1e-5, atol=1e-6)
     assert not torch.equal(q_mean, q_mean.to(HALF).float())
@@ -51,8 +51,8 @@ def test_sol_weakness_2_the_mean_query_stays_float32():
 def test_sol_weakness_11_variances_are_centred_before_they_are_squared():
     _, k, v = drifting(2048, heads=1, dim=64)
     k_mean = (BlockSummary.of(k, v).k_mean + 20.0).to(DEVICE, HALF)
-    _, variance = prepare.moments(k_mean)
-    assert_close(variance.double(), k_mean.double().var(dim=1, correction=0), rtol=1e-4, atol=0)
+    found = prepare.center_keys(k_mean).deviation
+    assert_close(found.double(), k_mean.double().std(dim=1, correction=0), rtol=1e-4, atol=0)
 
 
 def in_a_larger_buffer(x: Tensor) -> Tensor:
@@ -66,17 +66,21 @@ def test_sol_weakness_10_a_group_of_summaries_past_the_last_one_is_not_read():
     blocks = 70  # groups hold 32 or 64
     k_mean = inputs(blocks)[1]
     q_mean = inputs(blocks)[0].float().transpose(1, 2).contiguous()
-    moments = prepare.moments(k_mean)
-    padded = in_a_larger_buffer(k_mean)
-    assert all(torch.equal(a, b) for a, b in zip(moments, prepare.moments(padded)))
+    centred, again = (prepare.center_keys(x) for x in (k_mean, in_a_larger_buffer(k_mean)))
+    assert all(torch.equal(getattr(centred, x), getattr(again, x)) for x in vars(centred))
+    padded = replace(
+        centred,
+        upper=in_a_larger_buffer(centred.upper.transpose(1, 2)).transpose(1, 2),
+        lower=in_a_larger_buffer(centred.lower.transpose(1, 2)).transpose(1, 2),
+    )
     knobs: dict[str, Any] = {"tau": 0.5, "unit": 0.18, "floor": 1e-6, "sink": (70, 70), "band": 1}
     for exact in (False, True):
         chosen, found = (
-            select.select(q_mean, means, *moments, **knobs, exact=exact)
-            for means in (k_mean, padded)
+            select.select(q_mean, keys, **knobs, exact=exact) for keys in (centred, padded)
         )
         assert torch.equal(chosen.words, found.words)
-        assert 3 * blocks < int(chosen.count.sum()) < blocks**2
+        route = BlockRoute(chosen.words, (64, 64), (64 * blocks, 64 * blocks))
+        assert 3 * blocks < int(route.counts().sum()) < blocks**2
     q, k, v = inputs(200)
     route = BlockRoute.from_dense(torch.eye(4, dtype=torch.bool, device=DEVICE)[None, None])
     route = BlockRoute(route.words, (64, 64), (200, 200))
@@ -176,7 +180,7 @@ def test_sol_weakness_15_a_sink_behind_block_32768_is_not_cut_to_16_bits():
     k_mean = torch.zeros(1, 3, 1, 64, dtype=HALF, device=DEVICE)
     # Cut to 16 bits, 65,538 would be block 2 of 3 and the last block a sink.
     chosen = select.select(
-        q_mean, k_mean, *prepare.moments(k_mean),
+        q_mean, prepare.center_keys(k_mean),
         tau=9.0, unit=1.0, floor=1e-6, sink=(65_538, 65_539), band=0, exact=True,
     )  # fmt: skip
     assert chosen.words.flatten().tolist() == [1, 2, 4]

@@ -78,7 +78,7 @@ def sol_parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
 
     def summaries() -> Tensor:
         means = prepare.summarise(q, k, v, BLOCK)
-        return prepare.moments(means[1])[0]
+        return prepare.center_keys(means[1]).upper
 
     def routed() -> Any:
         return plan(

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from blockattn.impl.triton import attention, launch, prepare, quantise, select
+from blockattn.impl.triton import attention, launch, lists, prepare, quantise, select
 from blockattn.layout import num_blocks
 from blockattn.scale_layout import SCALE_COLUMNS
 
@@ -28,11 +28,13 @@ INTEGERS_64 = re.compile(r"stride|lines")
 FLOATS = {"scale", "scale_output", "limit", "tau", "unit", "floor"}
 FLOAT_POINTERS = {
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "scale_ptr", "scale_output_ptr",
-    "q_mean_ptr", "center_ptr", "variance_ptr", "z_ptr", "mean_ptr", "std_ptr",
-    "center", "variance", "q_mean", "factor_ptr",
+    "q_mean_ptr", "center_ptr", "deviation_ptr", "z_ptr", "mean_ptr", "std_ptr",
+    "q_mean", "factor_ptr",
 }  # fmt: skip
-ELEMENT_POINTERS = {"out_ptr", "q", "k", "v", "k_mean", "v_sum", "k_mean_ptr", "x_ptr"}
-BYTE_POINTERS = {"drop_ptr": "*i8", "codes_ptr": "*u8"}
+ELEMENT_POINTERS = {"out_ptr", "q", "k", "v", "k_mean", "v_sum", "x_ptr"}
+OTHER_POINTERS = {
+    "drop_ptr": "*i8", "codes_ptr": "*u8", "upper_ptr": "*fp16", "lower_ptr": "*fp16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,31 @@ def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16")
 def compile_preparation(
     capability: int, head_dim: int = 128, element: str = "bf16", exact: bool = False
 ) -> dict[str, Resources]:
-    """Summaries, moments and routing, by kernel."""
+    """Summaries, centred keys, routing and lists, by kernel."""
     made = {}
     constants: dict[str, Any] = {"L": 64, "D": head_dim}
-    made["summarise"] = _compile(prepare._summarise, capability, constants, 4, element)
-    constants = {"D": head_dim, "CHANNELS": prepare.CHANNELS, "ROWS": 64}
-    made["moments"] = _compile(prepare._moments, capability, constants, 4, element)
-    constants = dict.fromkeys(_switches(select._select), True)
-    constants |= {"D": head_dim, "EXACT": exact, "BAND": 1}
-    constants |= {"ROWS": select.ROWS, "COLUMNS": select.COLUMNS, "DEPTH": select.DEPTH}
-    made["select"] = _compile(select._select, capability, constants, select.WARPS, element)
+    strides = {f"{name}_stride_d": 1 for name in "qkv"}
+    variants: dict[str, tuple[Any, dict[str, Any], int]] = {
+        "summarise": (prepare._summarise, constants | strides, prepare.SUMMARY_WARPS),
+        "center": (
+            prepare._center,
+            {"D": head_dim, "CHANNELS": prepare.CHANNELS, "ROWS": prepare.CENTER_ROWS},
+            prepare.CENTER_WARPS,
+        ),
+    }
+    shape = {"D": head_dim, "ROWS": select.ROWS, "COLUMNS": select.COLUMNS}
+    shape |= {"STAGES": select.STAGES}
+    for given, scores in ((False, False), (True, False), (True, True)):
+        flags = {"GIVEN": given, "SCORES": scores, "BAND": 1, "SPAN": select.SPAN}
+        warps = select.MORE_WARPS if scores else select.WARPS
+        name = f"select given={given} scores={scores}"
+        variants[name] = select._select, shape | flags, warps
+    variants["statistics"] = select._statistics, shape | {"EXACT": exact}, select.MORE_WARPS
+    for pairs in (False, True):
+        flags = {"PAIRS": pairs, "ROWS": 16, "WIDTH": 16}
+        variants[f"lists pairs={pairs}"] = lists._lists, flags, lists.WARPS
+    for name, (kernel, flags, warps) in variants.items():
+        made[name] = _compile(kernel, capability, flags, warps, element)
     return made
 
 
@@ -169,8 +186,8 @@ def _kind(name: str, element: str, source: Any) -> str:
         return "*fp32"
     if name in FLOATS:
         return "fp32"
-    if name in BYTE_POINTERS:
-        return BYTE_POINTERS[name]
+    if name in OTHER_POINTERS:
+        return OTHER_POINTERS[name]
     if name.endswith("_ptr"):
         return "*i32"
     return "i64" if INTEGERS_64.search(name) else "i32"
@@ -186,6 +203,7 @@ def _resources(built: Any) -> Resources:
     numbers = {key: int(value) for key, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
     ptx = built.asm["ptx"]
     kinds = {"wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma", "tma": "cp.async.bulk.tensor"}
+    kinds |= {"scaled": "block_scale", "fp8 unit": "kind::f8f6f4"}
     kinds |= {"e4m3": "cvt.rn.satfinite.e4m3x2.f32", "division": "div.rn.f32", "flush": ".ftz"}
     kinds |= {"approximate division": "div.full", "fused": "fma.rn", "wide load": "ld.global.v4"}
     counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}

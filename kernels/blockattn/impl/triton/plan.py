@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from blockattn.impl.triton.prepare import moments, summarise
+from blockattn.impl.triton.lists import row_lists
+from blockattn.impl.triton.prepare import center_keys, summarise
 from blockattn.impl.triton.select import select
-from blockattn.layout import BLOCK, block_lengths
+from blockattn.layout import BLOCK
 from blockattn.problem import BlockSummary, Plan
 from blockattn.route import BlockRoute
 
@@ -27,16 +28,15 @@ def plan(
 
     Args:
         q: ``[B, T, Hq, D]``; k, v: ``[B, T, Hk, D]``.
-        tau: standard deviations; an ordinary kernel argument.
+        tau: standard deviations; a number at every launch, so another one compiles nothing.
         unit: softmax scale * log2(e); floor: added to the variance, base-2 logits squared.
         sink: key blocks, half open; band: blocks beside the diagonal; both always exact.
         exact: threshold type ``exact`` instead of ``diag``.
     """
-    q_mean, k_mean, v_sum = summarise(q, k, v, BLOCK)
+    q_mean, k_mean, v_sum, lengths = summarise(q, k, v, BLOCK)
     chosen = select(
         q_mean,
-        k_mean,
-        *moments(k_mean),
+        center_keys(k_mean),
         tau=tau,
         unit=unit,
         floor=floor,
@@ -46,5 +46,5 @@ def plan(
     )
     tokens = q.shape[1]
     route = BlockRoute(chosen.words, (BLOCK, BLOCK), (tokens, tokens))
-    tail = BlockSummary(k_mean, v_sum, block_lengths(tokens, BLOCK, q.device))
-    return Plan(route, tail, (chosen.index, chosen.count))
+    tail = BlockSummary(k_mean, v_sum, lengths)
+    return Plan(route, tail, row_lists(chosen.words, route.grid[1]))

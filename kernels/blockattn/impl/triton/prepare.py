@@ -1,15 +1,21 @@
 """Block summaries and statistics in one pass over q, k, v (Triton).
 
-Plan. ``_summarise``: one program per (block, head, batch) loads its 64 rows of q, k and v once,
-sums them in float32 and writes the query mean (float32), the key mean and the value sum (rounded
-once to the inputs' dtype): 3 T H D elements read, 1/64 of that written, so bound by bandwidth.
-``_moments``: one program per (head, batch, slice of channels) walks the key means twice, mean first
-and then the centred second moment, so that a large mean key costs no precision.
-Rows past the sequence are never read and every offset is 64 bits wide.
+Plan. ``_summarise``: one program per (head of q, k or v; block; batch) loads 64 rows, sums them in
+float32 and writes a query mean (float32), a key mean or a value sum (rounded once to the inputs'
+dtype): 3 T H D elements read, 1/64 of that written, so bound by bandwidth. Heads come first in the
+grid, because the rows of neighbouring heads lie side by side in memory, and programs are small
+(16 kB, 8 loads of 16 bytes a thread), so that many of them are in flight.
+``_center``: one program per (slice of channels, head, batch) walks the key means three times: mean,
+centred second moment (so that a large mean key costs no precision), centred keys. Squares are taken
+of numbers scaled by a power of two near the channel's largest, so that none overflows. The centred
+keys, scaled by a power of two near 1 / deviation, leave as two float16 halves for the product that
+routes.
+Rows past the sequence are never read, every offset is 64 bits wide, any strides are served.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,106 +25,178 @@ from torch import Tensor
 
 from blockattn.layout import num_blocks
 
-CHANNELS = 32  # channels per program of the moments kernel
+SUMMARY_WARPS = 4
+CHANNELS = 32  # channels of a program of the centring kernel, and key blocks of its steps
+CENTER_ROWS = 256
+CENTER_WARPS = 4
 
 
 @triton.jit
 def _load_block(
-    x, batch, head, block, stride_b, stride_t, stride_h, tokens, alive,
+    x, batch, head, block, stride_b, stride_t, stride_h, stride_d, tokens,
     L: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """A block of x ``[B, T, H, D]`` as ``[L, D]``, zeros past the sequence (and if not alive)."""
+    """A block of x ``[B, T, H, D]`` as float32 ``[L, D]``, zeros past the sequence."""
     rows = block * L + tl.arange(0, L)
     base = x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    offsets = rows.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
-    return tl.load(base + offsets, mask=((rows < tokens) & alive)[:, None], other=0.0)
+    channel = tl.arange(0, D).to(tl.int64) * stride_d
+    offsets = rows.to(tl.int64)[:, None] * stride_t + channel[None, :]
+    return tl.load(base + offsets, mask=(rows < tokens)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _mean(rows, count):
+    """Sum over the rows by their count, rounded correctly: equal rows have exactly that mean."""
+    total = tl.sum(rows, axis=0)
+    return tl.div_rn(total, tl.zeros_like(total) + count)
 
 
 @triton.jit
 def _summarise(
-    q, k, v, q_mean, k_mean, v_sum,
-    q_stride_b, q_stride_t, q_stride_h,
-    k_stride_b, k_stride_t, k_stride_h,
-    v_stride_b, v_stride_t, v_stride_h,
+    q, k, v, q_mean, k_mean, v_sum, length_ptr,
+    q_stride_b, q_stride_t, q_stride_h, q_stride_d,
+    k_stride_b, k_stride_t, k_stride_h, k_stride_d,
+    v_stride_b, v_stride_t, v_stride_h, v_stride_d,
     tokens, blocks, heads, key_heads,
     L: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    has_keys = head < key_heads
-    # All loads are issued before the first sum, so that three blocks are in flight at once.
-    query = _load_block(
-        q, batch, head, block, q_stride_b, q_stride_t, q_stride_h, tokens, True, L, D
-    )
-    key = _load_block(
-        k, batch, head, block, k_stride_b, k_stride_t, k_stride_h, tokens, has_keys, L, D
-    )
-    value = _load_block(
-        v, batch, head, block, v_stride_b, v_stride_t, v_stride_h, tokens, has_keys, L, D
-    )
+    part, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     channel = tl.arange(0, D)
-    length = tl.minimum(tokens - block * L, L).to(tl.float32)
-    row = (batch.to(tl.int64) * heads + head) * blocks + block
-    tl.store(q_mean + row * D + channel, tl.sum(query.to(tl.float32), axis=0) / length)
-    row = (batch.to(tl.int64) * blocks + block) * key_heads + head
-    mean = tl.sum(key.to(tl.float32), axis=0) / length
-    tl.store(k_mean + row * D + channel, mean.to(k_mean.dtype.element_ty), mask=has_keys)
-    total = tl.sum(value.to(tl.float32), axis=0)
-    tl.store(v_sum + row * D + channel, total.to(v_sum.dtype.element_ty), mask=has_keys)
+    length = tl.minimum(tokens - block * L, L)
+    if part < heads:
+        rows = _load_block(
+            q, batch, part, block, q_stride_b, q_stride_t, q_stride_h, q_stride_d, tokens, L, D
+        )
+        line = (batch.to(tl.int64) * heads + part) * blocks + block
+        tl.store(q_mean + line * D + channel, _mean(rows, length))
+        if (part == 0) & (batch == 0):
+            tl.store(length_ptr + block, length)
+    elif part < heads + key_heads:
+        head = part - heads
+        rows = _load_block(
+            k, batch, head, block, k_stride_b, k_stride_t, k_stride_h, k_stride_d, tokens, L, D
+        )
+        line = (batch.to(tl.int64) * blocks + block) * key_heads + head
+        tl.store(k_mean + line * D + channel, _mean(rows, length).to(k_mean.dtype.element_ty))
+    else:
+        head = part - heads - key_heads
+        rows = _load_block(
+            v, batch, head, block, v_stride_b, v_stride_t, v_stride_h, v_stride_d, tokens, L, D
+        )
+        line = (batch.to(tl.int64) * blocks + block) * key_heads + head
+        total = tl.sum(rows, axis=0)
+        tl.store(v_sum + line * D + channel, total.to(v_sum.dtype.element_ty))
 
 
 @triton.jit
-def _moments(
-    k_mean, center, variance, blocks, key_heads,
+def inverse_power(size):
+    """A power of two near 1 / size for size >= 0: products with it are about 1, or 0."""
+    exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum((254 << 23) - exponent, 1 << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def halves(x):
+    """float32 numbers of moderate size as two float16 numbers whose sum has 22 leading bits."""
+    upper = x.to(tl.float16)
+    return upper, (x - upper.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _key_rows(base, start, blocks, stride, ROWS: tl.constexpr):
+    """Key means ``[ROWS, channels]`` in float32 from block ``start`` on, and which exist."""
+    rows = start + tl.arange(0, ROWS)
+    inside = (rows < blocks)[:, None]
+    values = tl.load(base + rows.to(tl.int64)[:, None] * stride, mask=inside, other=0.0)
+    return values.to(tl.float32), rows, inside
+
+
+@triton.jit
+def _center(
+    k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr, blocks, key_heads,
     D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1), tl.program_id(2)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     base = k_mean + (batch.to(tl.int64) * blocks * key_heads + head) * D + channel[None, :]
-    total = tl.zeros([CHANNELS], tl.float32)
+    stride = key_heads * D
+    sums = tl.zeros([ROWS, CHANNELS], tl.float32)
+    sizes = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, blocks, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < blocks)[:, None]
-        values = tl.load(base + rows.to(tl.int64)[:, None] * key_heads * D, mask=inside, other=0.0)
-        total += tl.sum(values.to(tl.float32), axis=0)
-    mean = total / blocks
-    total = tl.zeros([CHANNELS], tl.float32)
+        values, rows, inside = _key_rows(base, start, blocks, stride, ROWS)
+        sums += values
+        sizes = tl.maximum(sizes, tl.abs(values))
+    mean = _mean(sums, blocks)
+    unit = inverse_power(tl.max(sizes, axis=0))
+    squares = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, blocks, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < blocks)[:, None]
-        values = tl.load(base + rows.to(tl.int64)[:, None] * key_heads * D, mask=inside, other=0.0)
-        centred = tl.where(inside, values.to(tl.float32) - mean[None, :], 0.0)
-        total += tl.sum(centred * centred, axis=0)
-    row = (batch.to(tl.int64) * key_heads + head) * D + channel
-    tl.store(center + row, mean)
-    tl.store(variance + row, total / blocks)
+        values, rows, inside = _key_rows(base, start, blocks, stride, ROWS)
+        centred = tl.where(inside, values - mean[None, :], 0.0) * unit[None, :]
+        squares += centred * centred
+    deviation = tl.sqrt(tl.sum(squares, axis=0) / blocks) / unit
+    group = batch.to(tl.int64) * key_heads + head
+    tl.store(center_ptr + group * D + channel, mean)
+    tl.store(deviation_ptr + group * D + channel, deviation)
+    power = inverse_power(deviation)
+    for start in range(0, blocks, ROWS):
+        values, rows, inside = _key_rows(base, start, blocks, stride, ROWS)
+        centred = tl.where(inside, values - mean[None, :], 0.0) * power[None, :]
+        upper, lower = halves(centred)
+        target = (group * blocks + rows)[:, None] * D + channel[None, :]
+        tl.store(upper_ptr + target, upper, mask=inside)
+        tl.store(lower_ptr + target, lower, mask=inside)
 
 
-def summarise(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query means float32 ``[B, Hq, N, D]``, key means and value sums ``[B, N, Hk, D]``."""
+def summarise(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query means float32 ``[B, Hq, N, D]``, key means and value sums ``[B, N, Hk, D]``, and the
+    length of every block, int32 ``[N]``.
+
+    Args:
+        q: ``[B, T, Hq, D]``; k, v: ``[B, T, Hk, D]``; any strides.
+        block: tokens of a block, a power of two.
+    """
     batch, tokens, heads, dim = q.shape
     key_heads, blocks = k.shape[2], num_blocks(tokens, block)
     q_mean = torch.empty(batch, heads, blocks, dim, dtype=torch.float32, device=q.device)
     k_mean = torch.empty(batch, blocks, key_heads, dim, dtype=k.dtype, device=k.device)
     v_sum = torch.empty_like(k_mean)
+    lengths = torch.empty(blocks, dtype=torch.int32, device=q.device)
     kernel: Any = _summarise
-    kernel[(blocks, heads, batch)](
-        q, k, v, q_mean, k_mean, v_sum,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+    kernel[(heads + 2 * key_heads, blocks, batch)](
+        q, k, v, q_mean, k_mean, v_sum, lengths,
+        *q.stride(), *k.stride(), *v.stride(),
         tokens, blocks, heads, key_heads,
-        L=block, D=dim, num_warps=4,
+        L=block, D=dim, num_warps=SUMMARY_WARPS,
     )  # fmt: skip
-    return q_mean, k_mean, v_sum
+    return q_mean, k_mean, v_sum, lengths
 
 
-def moments(k_mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance of the key means over all blocks, float32 ``[B, Hk, D]``."""
+@dataclass(frozen=True)
+class CenteredKeys:
+    """Key means minus their mean over all blocks, as routing multiplies them.
+
+    Attributes:
+        upper, lower: float16 ``[B, Hk, N, D]``, whose sum is the centred key mean times the power
+            of two near 1 / deviation of its channel.
+        center, deviation: float32 ``[B, Hk, D]``: mean and standard deviation (of the population).
+    """
+
+    upper: Tensor
+    lower: Tensor
+    center: Tensor
+    deviation: Tensor
+
+
+def center_keys(k_mean: Tensor) -> CenteredKeys:
+    """Statistics of the key means ``[B, N, Hk, D]`` that :func:`summarise` gives."""
     batch, blocks, key_heads, dim = k_mean.shape
-    center = torch.empty(batch, key_heads, dim, dtype=torch.float32, device=k_mean.device)
-    variance = torch.empty_like(center)
+    device = k_mean.device
+    keys = torch.empty(2, batch, key_heads, blocks, dim, dtype=torch.float16, device=device)
+    rows = torch.empty(2, batch, key_heads, dim, dtype=torch.float32, device=device)
     channels = min(CHANNELS, dim)
-    kernel: Any = _moments
+    kernel: Any = _center
     kernel[(dim // channels, key_heads, batch)](
-        k_mean, center, variance, blocks, key_heads,
-        D=dim, CHANNELS=channels, ROWS=64, num_warps=4,
+        k_mean, *keys, *rows, blocks, key_heads,
+        D=dim, CHANNELS=channels, ROWS=CENTER_ROWS, num_warps=CENTER_WARPS,
     )  # fmt: skip
-    return center, variance
+    return CenteredKeys(*keys, *rows)

@@ -1,0 +1,108 @@
+"""Index lists of a route from its bit words (Triton), for one query block or for a pair of them.
+
+Plan. One thread owns one word: it counts its bits, a running sum along the row says where its part
+of the list begins, and 32 steps write the places of the bits that are set. No sort, no atomic, no
+host sync; the bytes written are those of the entries that exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockattn.layout import num_blocks
+
+ELEMENTS = 256  # words per step of a program
+WIDEST = 64  # words of a row per step
+WARPS = 4
+
+
+@triton.jit
+def _bits(word):
+    """How many bits of each word are set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24) & 0x3F
+
+
+@triton.jit
+def _lists(
+    words_ptr, index_ptr, count_ptr, lines, rows, blocks, words,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Lists ``[lines, blocks]``: a line is a row of the route, or a pair of rows of one head."""
+    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    alive = line < lines
+    first, second = line, line
+    if PAIRS:
+        pairs = tl.cdiv(rows, 2)
+        first = line // pairs * rows + line % pairs * 2
+        second = tl.where(line % pairs * 2 + 1 < rows, first + 1, -1)
+    seen = tl.zeros([ROWS], tl.int32)
+    for start in range(0, words, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        inside = alive[:, None] & (place < words)[None, :]
+        own = tl.load(words_ptr + first[:, None] * words + place[None, :], mask=inside, other=0)
+        used, other = own, own
+        if PAIRS:
+            source = words_ptr + second[:, None] * words + place[None, :]
+            other = tl.load(source, mask=inside & (second >= 0)[:, None], other=0)
+            used = own | other
+        count = _bits(used)
+        target = index_ptr + line[:, None] * blocks
+        target += seen[:, None] + tl.cumsum(count, axis=1) - count
+        for bit in tl.static_range(32):
+            here = (used >> bit) & 1
+            entry = place[None, :] * 32 + bit
+            if PAIRS:
+                entry = entry * 4 + ((own >> bit) & 1) + ((other >> bit) & 1) * 2
+            tl.store(target, tl.broadcast_to(entry, [ROWS, WIDTH]), mask=here != 0)
+            target += here
+        seen += tl.sum(count, axis=1)
+    tl.store(count_ptr + line, seen, mask=alive)
+
+
+def row_lists(words: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Exact key blocks of every query block.
+
+    Args:
+        words: int32 ``[B, H, Nq, ceil(blocks / 32)]``, contiguous, pad bits 0.
+        blocks: key blocks.
+
+    Returns:
+        index int32 ``[B, H, Nq, blocks]``, ascending, entries past the count unwritten; count int32
+        ``[B, H, Nq]``.
+    """
+    return _made(words, blocks, pairs=False)
+
+
+def pair_lists(words: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Union of the lists of query blocks 2 i and 2 i + 1, with who owns an entry.
+
+    Returns:
+        int32 ``[B, H, ceil(Nq / 2), blocks]`` and ``[B, H, ceil(Nq / 2)]``: an entry is 4 * key
+        block + owners, bit 0 for the first query block and bit 1 for the second.
+    """
+    return _made(words, blocks, pairs=True)
+
+
+def _made(words: Tensor, blocks: int, *, pairs: bool) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, width = words.shape
+    lines = num_blocks(rows, 2) if pairs else rows
+    index = torch.empty(batch, heads, lines, blocks, dtype=torch.int32, device=words.device)
+    count = torch.empty(batch, heads, lines, dtype=torch.int32, device=words.device)
+    if not index.numel():
+        return index, count.zero_()
+    step = min(WIDEST, triton.next_power_of_2(width))
+    total, together = batch * heads * lines, max(1, ELEMENTS // step)
+    kernel: Any = _lists
+    kernel[(num_blocks(total, together),)](
+        words, index, count, total, rows, blocks, width,
+        PAIRS=pairs, ROWS=together, WIDTH=step, num_warps=WARPS,
+    )  # fmt: skip
+    return index, count
