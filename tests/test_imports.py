@@ -27,7 +27,14 @@ INTERFACE = {
 LAYERS = (
     {"workbench.cli"},
     {"workbench.widgets", "workbench.lab", "workbench.doctor"},
-    {"workbench.tune", "workbench.sample", "workbench.bench", "workbench.sweep"},
+    {
+        "workbench.tune",
+        "workbench.sample",
+        "workbench.bench",
+        "workbench.sweep",
+        "workbench.export",
+        "workbench.calibrate",
+    },
     {"workbench.views"},
     {"analysis"},
     {"workbench.attention", "workbench.capture", "workbench.config", "workbench.synthetic"},

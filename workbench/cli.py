@@ -322,6 +322,54 @@ def synth(
     _say_made(write_synthetic(out, plan, limit_bytes=limit_mb * 2**20))
 
 
+_TIMES = typer.Option(help="Denoising time of every served step, falling, such as 1.0,0.97,0.9.")
+_KEYS = typer.Option(help="Keys of a self-attention call.")
+_BLOCKS = typer.Option("--layers", help="Transformer blocks of the served model.")
+_CALIBRATION = typer.Option(help="config.json of a checkpoint's calibrated component.")
+_OUT = typer.Option(help="File to write; the terminal by default.")
+
+
+@app.command("export")
+def export_(
+    config: Annotated[Path, typer.Argument(help="A configuration in VisualGen's schema.")],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="tensorrt_llm, model_optimizer, vllm_omni, sglang or comfyui. "
+            "Without it, a table says which can."
+        ),
+    ] = None,
+    times: Annotated[str | None, _TIMES] = None,
+    keys: Annotated[int | None, _KEYS] = None,
+    blocks: Annotated[int | None, _BLOCKS] = None,
+    calibration: Annotated[Path | None, _CALIBRATION] = None,
+    out: Annotated[Path | None, _OUT] = None,
+) -> None:
+    """Write a configuration in the format of another serving stack; what it cannot say is an error.
+
+    Some count steps, keys or blocks, which a configuration does not name: give those.
+    """
+    from workbench.export.commands import deployment, export_file
+
+    export_file(config, to, deployment(times, keys, blocks, calibration), out)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="A file in the format of a serving stack.")],
+    of: Annotated[str, typer.Option("--from", help="Which one: a target of workbench export.")],
+    times: Annotated[str | None, _TIMES] = None,
+    keys: Annotated[int | None, _KEYS] = None,
+    blocks: Annotated[int | None, _BLOCKS] = None,
+    calibration: Annotated[Path | None, _CALIBRATION] = None,
+    out: Annotated[Path | None, _OUT] = None,
+) -> None:
+    """Read a serving stack's file back into a configuration."""
+    from workbench.export.commands import deployment, import_file
+
+    import_file(source, of, deployment(times, keys, blocks, calibration), out)
+
+
 bench = typer.Typer(help="Measure what the project claims about speed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
