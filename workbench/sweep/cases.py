@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ValidationError, field_validator
 
@@ -24,6 +25,10 @@ from workbench.config import (
     faults,
 )
 from workbench.config.fields import Integer, Number, Strict
+from workbench.paths import data_dir
+
+if TYPE_CHECKING:
+    from workbench.sample.run import SampleSettings
 
 SPARSE: dict[str, type[Strict]] = {
     "sol_attn": SolAttnConfig,
@@ -33,6 +38,7 @@ SPARSE: dict[str, type[Strict]] = {
 # Without a sparse algorithm: the policy with sparsity off, or quantised operands alone.
 ALGORITHMS = ("dense", *SPARSE, "quant")
 CONTROL = "dense_control"
+BUNDLED = {"base": "tiny_video_dit.safetensors", "vsa": "tiny_video_dit_vsa.safetensors"}
 # Always part of a setting's name, at its default too.
 MAIN_FIELDS = {"tau", "threshold_scale_factor", "target_sparsity", "vsa_sparsity", "qk_dtype"}
 
@@ -56,7 +62,7 @@ class Sampling(Strict):
     guidance: Number = 1.0
     shift: Number = 3.0
     impl: str = "auto"
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     weights: str = "base"
 
@@ -66,6 +72,24 @@ class Sampling(Strict):
         if min(value if isinstance(value, tuple) else (value,)) < 1:
             raise ValueError("must be at least 1")
         return value
+
+    @property
+    def weights_file(self) -> Path:
+        """Where the weights are."""
+        name = BUNDLED.get(self.weights)
+        return Path(self.weights) if name is None else data_dir() / name
+
+    def settings(self, seed: int, prompt: str) -> SampleSettings:
+        """As ``workbench sample`` takes them.
+
+        Raises:
+            ValueError, TypeError: a value is not allowed.
+        """
+        from workbench.sample.run import SampleSettings  # brings torch, which reading does not need
+
+        names = ("grid", "steps", "guidance", "shift", "impl")
+        fields = {name: getattr(self, name) for name in names}
+        return SampleSettings(label=prompt, seeds=(seed,), **fields)
 
 
 @dataclass(frozen=True)
@@ -161,34 +185,34 @@ def read_setting(
     return _valid(AttentionConfig, parts), _valid(Sampling, {**sampling, **own})
 
 
-def name_of(attention: AttentionConfig | None, sampling: Sampling, *, samplers: bool) -> str:
+def name_of(
+    attention: AttentionConfig | None, sampling: Sampling, varied: Collection[str] = ()
+) -> str:
     """Name of a setting: its algorithm, main knob, and what differs from the defaults.
 
     Args:
-        samplers: also name the sampler's fields that differ from the defaults, because the sweep
-            has several samplers.
+        varied: fields of the sampler that the sweep varies, and that a name has to tell.
     """
     words = [CONTROL if attention is None else str(flat(attention)["algorithm"])]
     if attention is not None:
         for part in (attention.sparse_attention_config, attention.quant_attention_config):
-            words += [] if part is None else _changed(part, MAIN_FIELDS)
-    words += _changed(sampling, set()) if samplers else []
+            words += [] if part is None else _telling(part)
+    words += [f"{name}={_short(value)}" for name, value in sampling if name in varied]
     return " ".join(words)
 
 
-def _changed(part: BaseModel, always: set[str]) -> list[str]:
-    """``name=value`` of the fields that are not at their default."""
-    values = part.model_dump(mode="json")
+def _telling(part: BaseModel) -> list[str]:
+    """``name=value`` of the main fields, and of others that are not at their default."""
     return [
-        f"{name}={_short(values[name])}"
-        for name, field in type(part).model_fields.items()
-        if name != "algorithm" and values[name] is not None
-        if name in always or getattr(part, name) != field.default
+        f"{name}={_short(value)}"
+        for name, value in part
+        if name != "algorithm" and value is not None
+        if name in MAIN_FIELDS or value != type(part).model_fields[name].default
     ]
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return ",".join(map(str, value))
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 

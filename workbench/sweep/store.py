@@ -21,6 +21,7 @@ from workbench.provenance import record_id
 from workbench.sweep.cases import Case, flat
 from workbench.sweep.liveness import RunLock, is_alive
 from workbench.sweep.metrics import METRICS, Metric
+from workbench.sweep.plan import check_unchanged
 from workbench.sweep.schema import connect, transaction
 from workbench.sweep.table import SweepCase, SweepTable
 
@@ -82,8 +83,8 @@ class Store:
             cases: without repeats, in the order in which they run.
 
         Raises:
-            ValueError: the sweep that is there has another plan; compare before. Or the file is
-                something else.
+            ValueError: the sweep that is there has another plan (the message has the differences),
+                or the file is something else.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         store = cls(path, connect(path))
@@ -98,8 +99,7 @@ class Store:
     def _fill(self, plan: Mapping[str, Any], cases: Sequence[Case]) -> None:
         found = self._db.execute("SELECT plan FROM sweep").fetchone()
         if found is not None:
-            if json.loads(found["plan"]) != json.loads(json.dumps(plan)):
-                raise ValueError(f"database={str(self.path)!r}: holds a sweep of another plan")
+            check_unchanged(self.path, json.loads(found["plan"]), json.loads(json.dumps(plan)))
             return
         values = (plan["name"], json.dumps(plan), _now())
         self._db.execute("INSERT INTO sweep VALUES (?, ?, ?)", values)

@@ -1,0 +1,101 @@
+"""Where a result came from: the provenance of a run folder or of a sweep's database, as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.run_folder import PROVENANCE
+
+
+def describe(path: Path) -> str:
+    """The provenance in lines, nested fields indented.
+
+    Args:
+        path: a run folder, its ``provenance.json``, or the database of a sweep.
+
+    Raises:
+        FileNotFoundError: nothing is there, or the folder has no provenance.
+        ValueError: the file holds none.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"run={str(path)!r}: no such file or folder")
+    if path.is_dir() or path.suffix == ".json":
+        record = _read(path / PROVENANCE if path.is_dir() else path)
+    else:
+        record = _of_sweep(path)
+    return "\n".join([str(path), *_lines(record, 1)])
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"run={str(path.parent)!r}: has no {path.name}; give a folder that a command made"
+        )
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"run={str(path)!r}: is not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"run={str(path)!r}: holds no provenance record")
+    return record
+
+
+def _of_sweep(path: Path) -> Mapping[str, Any]:
+    """What was asked for in each run, what the cases ran in and on, and how many there are."""
+    from workbench.sweep.store import Store
+
+    with Store.open(path) as store:
+        plan, table = store.plan, store.table()
+        runs, environments = store.runs(), store.environments()
+        counts = store.counts()
+    return {
+        "sweep": plan["name"],
+        "cases": counts,
+        "seeds": plan["seeds"],
+        "prompts": plan["prompts"],
+        "inputs": plan["inputs"],
+        "runs": {run["id"]: {"command": run["record"]["command"], **_times(run)} for run in runs},
+        "environments": {
+            name: {"cases": sum(case.provenance == name for case in table.done), **found}
+            for name, found in environments.items()
+        },
+        "ran": _distinct(table.done, "ran"),
+        "fallbacks": _distinct(table.done, "fallbacks"),
+        "emulated": _distinct(table.done, "emulated"),
+    }
+
+
+def _times(run: Mapping[str, Any]) -> dict[str, str]:
+    return {"started": run["started"], "ended": run["ended"] or "still runs, or was killed"}
+
+
+def _distinct(cases: Any, name: str) -> list[str]:
+    return sorted({text for case in cases for text in getattr(case, name)})
+
+
+def _lines(value: Any, depth: int) -> Iterator[str]:
+    """``name: value``; what does not fit one line goes below, indented."""
+    items = value.items() if isinstance(value, Mapping) else ((None, item) for item in value)
+    for name, item in items:
+        head = "  " * depth + ("-" if name is None else f"{name}:")
+        if isinstance(item, Mapping) or (isinstance(item, list) and _is_long(item)):
+            yield head
+            yield from _lines(item, depth + 1)
+        else:
+            yield f"{head} {_short(name, item)}"
+
+
+def _is_long(item: list[Any]) -> bool:
+    nested = any(isinstance(part, Mapping | list) for part in item)
+    return nested or len(", ".join(map(str, item))) > 90
+
+
+def _short(name: str | None, item: Any) -> str:
+    if isinstance(item, list):
+        return (" " if name == "command" else "; ").join(map(str, item)) or "none"
+    if isinstance(item, bool):
+        return "yes" if item else "no"
+    return "none" if item is None else str(item)
