@@ -216,6 +216,12 @@ def test_skip_weakness_30_neighbouring_rows_may_differ_in_their_number_of_blocks
 # -- architectures --------------------------------------------------------------------------------
 
 
+a_second_gpu = pytest.mark.skipif(
+    torch.cuda.device_count() == 1,
+    reason="a tensor on cuda:1, even a fake one, needs a second GPU or a machine without any",
+)
+
+
 def on_gpu_1(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list]:
     """A bfloat16 call on the second GPU of a machine, and which devices were asked about."""
     asked: list[Any] = []
@@ -231,6 +237,7 @@ def on_gpu_1(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> tu
         return make_problem(x, x, x), asked
 
 
+@a_second_gpu
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
 def test_sol_weakness_18_the_gpu_of_the_tensor_is_asked_not_the_current_one(
     capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +249,7 @@ def test_sol_weakness_18_the_gpu_of_the_tensor_is_asked_not_the_current_one(
     assert {str(device) for device in asked} == {"cuda:1"}
 
 
+@a_second_gpu
 def test_skip_weakness_42_compute_capability_12_is_not_taken_for_10(
     monkeypatch: pytest.MonkeyPatch,
 ):
