@@ -133,6 +133,35 @@ def report(
         report_.write_csv(statistics, report_.statistics_rows(table))
 
 
+@sweep.command()
+def front(
+    database: Database,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(help="METRIC=LIMIT for every video, such as psnr=30; may be repeated."),
+    ] = None,
+    quality: Annotated[
+        str, typer.Option(help="Of the points: psnr, ssim, lpips or relative_l2.")
+    ] = "psnr",
+    cost: Annotated[
+        str, typer.Option(help="attention or video time, measured beside dense; or density.")
+    ] = "attention",
+    figure: Annotated[Path | None, typer.Option(help="Draw the points here.")] = None,
+    choose: Annotated[
+        Path | None, typer.Option(help="Write the cheapest setting that passes here (.yaml).")
+    ] = None,
+) -> None:
+    """Say which settings no other one beats in cost and quality, and which of them pass the gates.
+
+    The control, dense against dense, is the floor under every verdict.
+    """
+    from workbench.pareto import Gate
+    from workbench.sweep.choice import show_front
+
+    gates = [Gate.read(text) for text in gate or ()]
+    show_front(database, gates, metric=quality, cost=cost, figure=figure, config=choose)
+
+
 def _workers(cases: Sequence[Case], workers: int | None, scheduler: str | None) -> Workers:
     from workbench.sweep.run import local_workers, visible_gpus
 

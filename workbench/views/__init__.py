@@ -14,6 +14,7 @@ from workbench.views.heads import draw_heads
 from workbench.views.heat import heatmap
 from workbench.views.histogram import draw_histogram
 from workbench.views.methods import draw_methods
+from workbench.views.pareto import draw_pareto
 from workbench.views.route_map import draw_route
 from workbench.views.schedule import describe_schedule, draw_schedule
 from workbench.views.skip_map import draw_skip
@@ -39,6 +40,7 @@ __all__ = [
     "draw_heads",
     "draw_histogram",
     "draw_methods",
+    "draw_pareto",
     "draw_rates",
     "draw_rounding",
     "draw_route",
