@@ -16,7 +16,7 @@ from blockattn import BlockRoute, BlockSummary, attend, sol_attention, sol_score
 from blockattn.impl import reference
 from blockattn.impl import triton as kernels
 from blockattn.problem import LOG2_E, make_problem
-from blockattn.sol import VARIANCE_FLOOR
+from blockattn.sol import VARIANCE_FLOOR, score_statistics
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
 from blockattn.impl.triton import launch, lists, prepare, select  # noqa: E402
@@ -248,6 +248,83 @@ def test_lists_of_any_words_spell_the_route(blocks, density):
     mask = torch.rand(2, 2, rows, blocks, generator=generator) < density
     route = BlockRoute.from_dense(mask.to(DEVICE), block=(64, 64))
     assert_lists_spell_the_route(route)
+
+
+def select_from(q_mean, k_mean, tau=0.5, exact=False):
+    """z-scores and words of given means: q ``[1, N, H, D]`` float32, k ``[1, N, H, D]``."""
+    return select.select(
+        q_mean.transpose(1, 2).contiguous(),
+        prepare.center_keys(k_mean),
+        tau=tau,
+        unit=0.18,
+        floor=VARIANCE_FLOOR,
+        sink=(0, 0),
+        band=1,
+        exact=exact,
+        scores=True,
+    )
+
+
+def means(blocks=90, heads=2, dim=64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(1, blocks, heads, dim, generator=generator) for _ in range(2))
+    return q.to(DEVICE), k.to(DEVICE)
+
+
+@pytest.mark.parametrize("thresh_type", ["diag", "exact"])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_scores_are_nearly_as_exact_as_those_of_float32(thresh_type, offset):
+    q_mean, k_mean = means()
+    k_mean = (k_mean + offset).to(DTYPE)
+    truth = score_statistics(q_mean.double(), k_mean, thresh_type, 0.18 / LOG2_E)
+    plain = score_statistics(q_mean, k_mean, thresh_type, 0.18 / LOG2_E)
+    found = select_from(q_mean, k_mean, exact=thresh_type == "exact")
+    for name, wide, narrow in zip(("z", "mean", "std"), truth, plain):
+        error = (getattr(found, name).double() - wide).abs().max()
+        assert error <= 8 * (narrow.double() - wide).abs().max() + 1e-6 * wide.abs().max(), name
+
+
+@pytest.mark.parametrize("thresh_type", ["diag", "exact"])
+@pytest.mark.parametrize("size", [1e-15, 1e10, 3e16])
+def test_scores_far_from_one_route_as_others_do(thresh_type, size):
+    """Scores of up to 1e34: their squares do not fit into float32."""
+    q_mean, k_mean = means()
+    q_mean, k_mean = q_mean * size, k_mean * size
+    z, *_ = score_statistics(q_mean, k_mean, thresh_type, 0.18 / LOG2_E)
+    found = select_from(q_mean, k_mean, exact=thresh_type == "exact")
+    torch.testing.assert_close(found.z, z, atol=1e-5, rtol=1e-4)
+    assert found.std.isfinite().all()
+    assert found.z.abs().max() > 1 or size < 1
+
+
+VIEWS = {
+    "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels first": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "every second channel": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+    "every second token": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "misaligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_preparation_reads_any_strides_where_they_lie(view):
+    inputs = make_inputs(130, heads=4, key_heads=2)
+    want = prepare.summarise(*inputs, 64)
+    views = [VIEWS[view](x) for x in inputs]
+    assert all(torch.equal(a, b) for a, b in zip(views, inputs))
+    for found, expected in zip(prepare.summarise(*views, 64), want):
+        assert torch.equal(found, expected)
+
+
+def test_one_head_for_all_is_summarised_once_per_head():
+    q, k, v = make_inputs(130, heads=1)
+    want = prepare.summarise(q, k, v, 64)
+    wide = [x.expand(-1, -1, 3, -1) for x in (q, k, v)]
+    found = prepare.summarise(*wide, 64)
+    assert torch.equal(found[0], want[0].expand_as(found[0]))
+    assert torch.equal(found[1], want[1].expand_as(found[1]))
+    assert torch.equal(found[2], want[2].expand_as(found[2]))
+    assert found[3].tolist() == [64, 64, 2]
 
 
 def test_equal_key_blocks_are_an_exact_tie():
