@@ -179,6 +179,7 @@ def public_calls() -> dict[str, Callable[[], Tensor]]:
         "route": partial(attend, q, k, v, route),
         "route and tail": partial(attend, q, k, v, route, tail=tail, scale=scale),
         "skip": partial(skip_softmax_attention, q, k, v, threshold=0.05, tile=tile),
+        "skip as by default": partial(skip_softmax_attention, q, k, v, threshold=0.05),
         "sol diag": partial(sol_attention, q, k, v, tau=1.0),
         "sol exact": partial(sol_attention, q, k, v, tau=0.5, thresh_type="exact", sink_tokens=70),
         "vsa": partial(
@@ -189,8 +190,8 @@ def public_calls() -> dict[str, Callable[[], Tensor]]:
 
 
 CALLS = (
-    "dense", "dense by triton", "causal", "route", "route and tail", "skip", "sol diag",
-    "sol exact", "vsa", "quantised",
+    "dense", "dense by triton", "causal", "route", "route and tail", "skip",
+    "skip as by default", "sol diag", "sol exact", "vsa", "quantised",
 )  # fmt: skip
 
 

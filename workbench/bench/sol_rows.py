@@ -18,6 +18,7 @@ from workbench.bench.roofline import attention_work
 from workbench.bench.timing import medians
 
 TAUS = {1: 1.0, 2: 2.0}
+STEPS = ("summarise", "center keys", "select", "lists", "prepare", "prepare + route")
 
 
 def sol_rows(run: Run, wanted: Collection[int]) -> list[Case]:
@@ -65,40 +66,36 @@ def sol_cases(run: Run, kind: str, data: QKV, row: int, tau: float) -> tuple[Cas
         more=more,
     )
     shares = {"triton": 100 * seconds["prepare + route"] / dense_time} if parts else {}
-    kept = {key: samples[key] for key in ("prepare", "prepare + route", f"dense {name}") if parts}
+    kept = {key: samples[key] for key in (*STEPS, f"dense {name}") if parts}
     return whole, Case(4, setting, f"dense {name}", shares, density=density, samples=kept)
 
 
 def sol_parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
     """The steps of a Sol-Attn call on the Triton kernels, each as a call of its own."""
-    from blockattn.impl.triton import launch, prepare
+    from blockattn.impl.triton import launch, lists, prepare, select
     from blockattn.impl.triton.plan import plan
 
     q, k, v = data
-
-    def summaries() -> Tensor:
-        means = prepare.summarise(q, k, v, BLOCK)
-        return prepare.center_keys(means[1]).upper
-
-    def routed() -> Any:
-        return plan(
-            q,
-            k,
-            v,
-            tau=tau,
-            unit=q.shape[3] ** -0.5 * sol.LOG2_E,
-            floor=sol.VARIANCE_FLOOR,
-            sink=sol.sink_blocks(q.shape[1]),
-            band=sol.BAND,
-            exact=False,
-        )
-
-    made = routed()
+    knobs: dict[str, Any] = {
+        "tau": tau,
+        "unit": q.shape[3] ** -0.5 * sol.LOG2_E,
+        "floor": sol.VARIANCE_FLOOR,
+        "sink": sol.sink_blocks(q.shape[1]),
+        "band": sol.BAND,
+        "exact": False,
+    }
+    q_mean, k_mean, *_ = prepare.summarise(q, k, v, BLOCK)
+    keys = prepare.center_keys(k_mean)
+    made = plan(q, k, v, **knobs)
     problem = make_problem(q, k, v, route=made.route, tail=made.tail)
     problem = replace(problem, lists=made.lists)
     return {
-        "prepare": summaries,
-        "prepare + route": routed,
+        "summarise": lambda: prepare.summarise(q, k, v, BLOCK),
+        "center keys": lambda: prepare.center_keys(k_mean),
+        "select": lambda: select.select(q_mean, keys, **knobs),
+        "lists": lambda: lists.row_lists(made.route.words, made.route.grid[1]),
+        "prepare": lambda: prepare.center_keys(prepare.summarise(q, k, v, BLOCK)[1]),
+        "prepare + route": lambda: plan(q, k, v, **knobs),
         "attend": lambda: launch.run(problem),
     }
 
