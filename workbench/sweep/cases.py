@@ -182,7 +182,7 @@ def read_setting(
         parts["sparse_attention_config"] = {"algorithm": algorithm, **rest}
     if quant or algorithm == "quant":
         parts["quant_attention_config"] = quant
-    return _valid(AttentionConfig, parts), _valid(Sampling, {**sampling, **own})
+    return valid(AttentionConfig, parts), valid(Sampling, {**sampling, **own})
 
 
 def name_of(
@@ -217,7 +217,8 @@ def _short(value: Any) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def _valid(model: type[Any], fields: Mapping[str, Any]) -> Any:
+def valid(model: type[Any], fields: Mapping[str, Any]) -> Any:
+    """A model of those fields; ValueError with a line for each fault."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:

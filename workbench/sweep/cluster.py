@@ -7,6 +7,8 @@ under the same path.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from workbench.sweep.run import Workers
 
 
@@ -18,7 +20,7 @@ def cluster_workers(address: str) -> Workers:
 
     Raises:
         ModuleNotFoundError: dask is not installed.
-        OSError: no scheduler answers there. ValueError: it has no workers.
+        OSError: no scheduler answers there in time. ValueError: it has no workers.
     """
     try:
         from distributed import Client
@@ -28,7 +30,7 @@ def cluster_workers(address: str) -> Workers:
             "pip install 'sparse-video-workbench[dask]'"
         ) from error
     client = Client(address)
-    return workers_of(client)
+    return replace(workers_of(client), close=client.close)
 
 
 def workers_of(client: object) -> Workers:

@@ -50,7 +50,7 @@ def plan(
         typer.echo("time unknown; --time runs one control of each sampler to estimate it")
         return
     chosen = _workers(cases, workers, None)
-    with chosen.executor:
+    with chosen:
         seconds = estimates.time_controls(cases, chosen)
     basis = f"from one timed control for each sampler, {chosen.slots} at a time"
     typer.echo(estimates.estimate(cases, seconds, chosen.slots, basis))

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from workbench.config import AttentionConfig, faults, load_config
+from workbench.config import AttentionConfig, load_config
 from workbench.config.fields import Integer, Strict
 from workbench.config.files import UniqueKeys
 from workbench.provenance import file_record
-from workbench.sweep.cases import Case, Sampling, flat, name_of, read_setting
+from workbench.sweep.cases import Case, Sampling, flat, name_of, read_setting, valid
 
 
 class PlanFile(Strict):
@@ -154,11 +154,9 @@ def load_plan(path: Path) -> Plan:
         )
     try:
         return make_plan(data, folder=path.parent)
-    except ValidationError as error:
-        lines = faults(error)
     except ValueError as error:
-        lines = str(error).splitlines()
-    raise ValueError("\n".join(f"{path}: {line}" for line in lines))
+        told = "\n".join(f"{path}: {line}" for line in str(error).splitlines())
+        raise ValueError(told) from error
 
 
 def make_plan(data: Mapping[str, Any], *, folder: Path = Path()) -> Plan:
@@ -170,7 +168,7 @@ def make_plan(data: Mapping[str, Any], *, folder: Path = Path()) -> Plan:
     Raises:
         FileNotFoundError, ValueError: as of :func:`load_plan`.
     """
-    written = PlanFile.model_validate(data)
+    written = valid(PlanFile, data)
     read = [_read(fields, written.sampling, folder) for fields in written.settings()]
     samplers = list(dict.fromkeys(sampling for _, _, sampling in read))
     for sampling in samplers:

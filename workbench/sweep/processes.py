@@ -78,19 +78,10 @@ class ProcessPerTask(Executor):
         return self._threads.submit(self._in_process, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._threads.shutdown(wait, cancel_futures=cancel_futures)
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Waits for the tasks, unless an error leaves: then nobody is there to take results."""
-        if kind is not None:
-            self.kill()
-        self.shutdown()
-
-    def kill(self) -> None:
-        """Ends all processes at once; their futures raise."""
-        self._killed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for child in tuple(self._children):
+        """With ``wait=False`` it ends the running processes, as dask's executor does."""
+        self._killed = not wait
+        self._threads.shutdown(wait, cancel_futures=cancel_futures or not wait)
+        for child in () if wait else tuple(self._children):
             child.kill()
 
     def _in_process(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -27,11 +27,22 @@ class Workers:
         executor: any executor of ``concurrent.futures``'s kind.
         slots: cases that it runs at a time; so many are claimed and no more.
         job: what it is given; by default a case starts a process of its own, wherever it lands.
+        close: called at the end, for what the executor itself leaves open.
+
+    A context that ends with an error does not wait for running cases: nobody would write them.
     """
 
     executor: Executor
     slots: int
     job: Job = in_subprocess
+    close: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.executor.shutdown(wait=kind is None)
+        self.close()
 
 
 def local_workers(count: int | None = None, gpus: Sequence[str] = ()) -> Workers:

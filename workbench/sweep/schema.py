@@ -63,9 +63,9 @@ def connect(path: Path) -> sqlite3.Connection:
         raise OSError(f"database={str(path)!r}: cannot be opened ({error})") from error
     connection.row_factory = sqlite3.Row
     try:
+        _migrate(connection, path)  # looks first whether the file is ours
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA foreign_keys = ON")
-        _migrate(connection, path)
     except (sqlite3.DatabaseError, ValueError) as error:
         connection.close()
         if type(error) is sqlite3.DatabaseError:  # its subclasses are about other things

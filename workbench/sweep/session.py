@@ -70,7 +70,7 @@ def _work(store: Store, workers: Workers, command: Sequence[str] | None) -> dict
     store.begin(origin(sys.argv if command is None else command, files, seeds=seeds))
     before = store.counts()
     with _progress(len(cases), before["done"] + before["failed"]) as report:
-        with workers.executor:
+        with workers:
             run_cases(store, workers, report)
     return store.counts()
 

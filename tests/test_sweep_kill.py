@@ -1,0 +1,89 @@
+"""A sweep killed with SIGKILL and resumed ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.sweep_inputs import (
+    finished_rows,
+    results,
+    running,
+    small,
+    threads,
+    wait_until,
+    write_plan,
+    write_weights,
+)
+from workbench.sweep import load
+from workbench.sweep.session import run_sweep
+from workbench.sweep.worker import run_content
+
+KILLS = int(os.environ.get("WORKBENCH_SWEEP_KILLS", "2"))  # ten take a minute or two
+CASES = {"seeds": [0, 1, 2], "prompts": ["disc", "ring"], "grid": {"tau": [0.5, 1, 1.5]}}  # 24
+
+
+def test_killed_at_random_moments_and_resumed_it_ends_as_if_undisturbed(
+    tmp_path: Path,
+):
+    """24 cases; after each kill what was finished stays as it was, and no process is left."""
+    path, moments = tmp_path / "killed.db", random.Random(KILLS)
+    written = write_plan(tmp_path / "plan.yaml", **small(write_weights(tmp_path), **CASES))
+    before: dict[str, Any] = {}
+    for number in range(KILLS):
+        sweep = start(written, path)
+        if number % 3 < 2:  # while cases run, which takes seconds to begin; else at any moment
+            wait_until(lambda known=len(before): len(finished_rows(path)) > known)
+        time.sleep(moments.uniform(0, 0.5 if number % 3 < 2 else 3))
+        kill(sweep, whole_group=number % 2 == 0)
+        after = finished_rows(path)
+        assert after | before == after
+        before = after
+    assert 0 < len(before) < 24
+    sweep = start(written, path)
+    assert sweep.wait(120) == 0
+    assert finished_rows(path) | before == finished_rows(path)
+    undisturbed = tmp_path / "undisturbed.db"
+    run_sweep(written, undisturbed, threads(run_content, 1))
+    assert len(load(path).done) == 24
+    assert results(path) == results(undisturbed)
+
+
+def start(written: Path, path: Path) -> subprocess.Popen[bytes]:
+    """A sweep in a process group of its own, begun or gone on with by the command line."""
+    words = ["resume", str(path)] if finished_rows(path) else ["run", str(written), "--out", path]
+    return subprocess.Popen(
+        [sys.executable, "-m", "workbench.cli", "sweep", *map(str, words)],
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def kill(sweep: subprocess.Popen[bytes], *, whole_group: bool) -> None:
+    """Kills the program alone, whose workers have to notice, or all of its processes at once."""
+    if whole_group:
+        os.killpg(sweep.pid, signal.SIGKILL)
+    else:
+        sweep.kill()
+    assert sweep.wait(60) == -signal.SIGKILL
+    wait_until(lambda: not group(sweep.pid))
+
+
+def group(leader: int) -> list[int]:
+    """Processes of a group that still run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        try:
+            if os.getpgid(pid) == leader and running(pid):
+                found.append(pid)
+        except ProcessLookupError:
+            continue
+    return found
