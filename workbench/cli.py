@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workbench import __version__
+from workbench.sweep.commands import sweep
 
 if TYPE_CHECKING:
     from workbench.capture import Capture
@@ -370,6 +371,17 @@ def import_(
     import_file(source, of, deployment(times, keys, blocks, calibration), out)
 
 
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="A run folder, or the database of a sweep.")],
+) -> None:
+    """Say where a result came from: versions, device, git state, seeds, inputs, command."""
+    from workbench.show import describe
+
+    typer.echo(describe(run))
+
+
+app.add_typer(sweep, name="sweep")
 bench = typer.Typer(help="Measure what the project claims about speed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
