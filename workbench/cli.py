@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workbench import __version__
+from workbench.calibrate.commands import calibrate, solve
 from workbench.sweep.commands import sweep
 
 if TYPE_CHECKING:
@@ -382,6 +383,8 @@ def show(
 
 
 app.add_typer(sweep, name="sweep")
+app.command()(calibrate)
+app.command()(solve)
 bench = typer.Typer(help="Measure what the project claims about speed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

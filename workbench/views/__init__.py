@@ -5,6 +5,13 @@ gives its bytes.
 """
 
 from workbench.views.bench import draw_break_even, draw_rates, draw_split, draw_targets
+from workbench.views.calibration import (
+    draw_delivery,
+    draw_fit,
+    draw_recall,
+    draw_residuals,
+    draw_transfer,
+)
 from workbench.views.coarse import draw_coarse
 from workbench.views.cubes import cubes_size, draw_cubes, draw_slots
 from workbench.views.curve import draw_curve
@@ -35,6 +42,11 @@ __all__ = [
     "draw_coarse",
     "draw_cubes",
     "draw_curve",
+    "draw_delivery",
+    "draw_fit",
+    "draw_recall",
+    "draw_residuals",
+    "draw_transfer",
     "draw_formats",
     "draw_frames",
     "draw_heads",
