@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ def _cudnn_mask(
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, count: Tensor, block: tuple[int, int]
 ) -> Call:
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask
 
     mask = BlockMask.from_kv_blocks(
         torch.zeros_like(count),
@@ -176,10 +177,18 @@ def _flex(
     )
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     options: Any = {"BLOCK_M": block[0], "BLOCK_N": block[1]}
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    compiled = _compiled_flex()
     return lambda: compiled(query, key, value, block_mask=mask, kernel_options=options).transpose(
         1, 2
     )
+
+
+@cache
+def _compiled_flex() -> Any:
+    """One compiled function for all masks, so that a shape is compiled once."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _first(made: Any) -> Tensor:

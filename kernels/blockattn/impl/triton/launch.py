@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockattn.impl.triton import attention as kernels
+from blockattn.impl.triton.lists import row_lists
 from blockattn.layout import num_blocks
 from blockattn.problem import BlockSummary, Problem, Result
 from blockattn.route import BlockRoute
@@ -87,7 +88,9 @@ def _launch(
         partial_lse = torch.empty(splits, lines, dtype=torch.float32, device=out.device)
     tma = _descriptors_fit(problem)
     route, tail, none = problem.route, problem.tail, problem.q
-    index, count = (none, none) if route is None else problem.lists or route.lists()
+    index, count = none, none
+    if route is not None:
+        index, count = problem.lists or row_lists(route.words, route.grid[1])
     scale, scale_ptr = _scale(problem.scale, none)
     scale_output, scale_output_ptr = _scale(problem.scale_output, none)
     limit = -math.inf

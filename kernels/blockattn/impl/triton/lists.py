@@ -71,7 +71,7 @@ def row_lists(words: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Exact key blocks of every query block.
 
     Args:
-        words: int32 ``[B, H, Nq, ceil(blocks / 32)]``, contiguous, pad bits 0.
+        words: int32 ``[B, H, Nq, ceil(blocks / 32)]``, pad bits 0.
         blocks: key blocks.
 
     Returns:
@@ -102,7 +102,7 @@ def _made(words: Tensor, blocks: int, *, pairs: bool) -> tuple[Tensor, Tensor]:
     total, together = batch * heads * lines, max(1, ELEMENTS // step)
     kernel: Any = _lists
     kernel[(num_blocks(total, together),)](
-        words, index, count, total, rows, blocks, width,
+        words.contiguous(), index, count, total, rows, blocks, width,
         PAIRS=pairs, ROWS=together, WIDTH=step, num_warps=WARPS,
     )  # fmt: skip
     return index, count
