@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench import views
-from workbench.config import SkipSoftmaxConfig, SolAttnConfig
+from workbench.config import QuantAttentionConfig, SkipSoftmaxConfig, SolAttnConfig
 from workbench.pareto import Gate, Point, choose, dominates, front, missed
 from workbench.sweep.front import COSTS, configuration, front_table, points
 from workbench.sweep.metrics import METRICS
@@ -136,7 +136,7 @@ def test_the_choice_is_the_cheapest_that_passes():
 
 
 def test_no_choice_names_the_nearest_and_what_it_misses():
-    with pytest.raises(ValueError, match="near misses psnr >= 30 dB: worst 29"):
+    with pytest.raises(ValueError, match="against near: psnr >= 30 dB: worst 29"):
         choose(
             [point("near", 1, 29, "psnr >= 30 dB: worst 29"), point("far", 2, 9, "a", "b")], "psnr"
         )
@@ -223,14 +223,26 @@ def test_every_cost_is_a_metric_of_the_sweep():
     )
 
 
-def test_the_configuration_of_a_setting_comes_back():
-    skip = {"algorithm": "skip_softmax", "threshold_scale_factor": 400.0, "qk_dtype": "mxfp8"}
-    swept = table(case("dense_control", 0), case("sol", 0), case("skip", 0, attention=skip))
-    sol = configuration(swept, "sol").attention_config.sparse_attention_config
-    assert sol == SolAttnConfig(tau=1.5)
-    attention = configuration(swept, "skip").attention_config
-    assert attention.sparse_attention_config == SkipSoftmaxConfig(threshold_scale_factor=400)
-    assert attention.quant_attention_config is not None
+def test_the_configuration_of_a_setting_comes_back_with_kernels_that_serve_it():
+    skip = {"algorithm": "skip_softmax", "threshold_scale_factor": 400.0}
+    int8 = {"qk_dtype": "int8", "q_block_size": 1, "k_block_size": 16, "v_block_size": 1}
+    swept = table(
+        case("dense_control", 0),
+        case("sol", 0),
+        case("skip", 0, attention={**skip, "qk_dtype": "mxfp8"}),
+        case("sage", 0, attention={**skip, **int8}),
+        case("dense", 0, attention={"algorithm": "dense"}),
+    )
+    found = {name: configuration(swept, name).attention_config for name in swept.settings[1:]}
+    assert found["sol"].sparse_attention_config == SolAttnConfig(tau=1.5)
+    assert found["sage"].sparse_attention_config == SkipSoftmaxConfig(threshold_scale_factor=400)
+    assert found["sage"].quant_attention_config == QuantAttentionConfig.model_validate(int8)
+    backends = {"sol": "CUTEDSL", "skip": "CUTEDSL", "sage": "TRTLLM", "dense": None}
+    assert {name: attention.backend for name, attention in found.items()} == backends
+
+
+def test_the_control_and_a_wrong_name_have_no_configuration():
+    swept = table(case("dense_control", 0), case("sol", 0))
     with pytest.raises(ValueError, match="is the control"):
         configuration(swept, "dense_control")
     with pytest.raises(KeyError, match="setting='sola'"):
@@ -247,7 +259,7 @@ def test_the_table_says_front_dominated_missed_and_floor():
     ]
     rows = {row[0]: row[-1] for row in front_table(cloud, "psnr").rows}
     assert rows == {
-        "fast": f"front; misses {least}",
+        "fast": f"front; against it: {least}",
         "good": "front",
         "bad": "dominated",
         "control": f"control: the floor; no verdict by a gate that it misses: {least}",
@@ -281,7 +293,7 @@ def test_the_picture_marks_front_gate_and_control():
     texts = [text.get_text() for text in ax.get_legend().get_texts()]
     assert "gate: ssim >= 0.9" in texts
     assert texts[-2:] == ["1  good", "2  fast"]
-    assert [text.get_text() for text in ax.texts] == ["1", "2"]
+    assert [text.get_text() for text in ax.texts] == ["60 ↑", "1", "2"]
 
 
 def test_better_is_always_up():
@@ -289,12 +301,11 @@ def test_better_is_always_up():
     assert drawn(CLOUD, "relative_l2").yaxis_inverted()
 
 
-def test_an_infinite_psnr_is_drawn_above_the_others():
+def test_a_value_far_above_all_settings_stands_at_the_edge_with_its_number():
     ax = drawn([*CLOUD, point("exact", 1.1, math.inf)])
-    heights = {
-        line.get_xdata()[0]: line.get_ydata()[0] for line in ax.lines if line.get_marker() == "o"
-    }
-    assert 60 < heights[1.1] < math.inf
+    heights = {n.get_xdata()[0]: n.get_ydata()[0] for n in ax.lines if n.get_marker() in "oD"}
+    assert 40 < heights[1.1] == heights[1] < 60  # exact, and the control at 60
+    assert [text.get_text() for text in ax.texts][:2] == ["60 ↑", "inf ↑"]
 
 
 def test_nothing_to_draw_is_said():

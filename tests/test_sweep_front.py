@@ -56,7 +56,7 @@ def test_the_table_has_a_verdict_for_every_setting(database: Path):
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     verdicts = {line.partition("  ")[0]: line.split("  ")[-1].strip() for line in lines}
-    assert verdicts["sol_attn tau=2.5"] == "front; misses psnr >= 25 dB: worst 20"
+    assert verdicts["sol_attn tau=2.5"] == "front; against it: psnr >= 25 dB: worst 20"
     assert verdicts["sol_attn tau=1.5"] == "front"
     assert lines[0] == "attention time, dense / sparse (routing included)"
     assert verdicts["dense_control"] == "control: the floor"
@@ -77,8 +77,12 @@ def test_the_cheapest_that_passes_is_written_with_its_reason(database: Path, tmp
 def test_the_chosen_setting_goes_on_to_a_server(database: Path, tmp_path: Path):
     chosen = tmp_path / "chosen.yaml"
     front(database, "--choose", chosen)
-    made = CliRunner().invoke(cli.app, ["export", str(chosen), "--to", "sglang"])
-    assert import_config(made.stdout, "sglang").config == load_config(chosen)
+    source = load_config(chosen)
+    for target in ("tensorrt_llm", "sglang", "vllm_omni", "comfyui"):
+        made = CliRunner().invoke(cli.app, ["export", str(chosen), "--to", target])
+        found = import_config(made.stdout, target).config.attention_config
+        wanted = source.attention_config.sparse_attention_config
+        assert found.sparse_attention_config == wanted
 
 
 @pytest.mark.parametrize("cost", ["density", "attention"])
@@ -95,7 +99,7 @@ def test_a_picture_is_drawn(cost: str, database: Path, tmp_path: Path):
         (("--quality", "density"), "metric='density'"),
         (("--quality", "lpips"), "no case has lpips yet"),
         (("--cost", "money"), "cost='money'"),
-        (("--gate", "psnr=99", "--choose", "x.yaml"), "no setting passes the gates"),
+        (("--gate", "psnr=99", "--choose", "x.yaml"), "no setting may be chosen; against sol_attn"),
     ],
 )
 def test_an_error_is_one_line_and_status_2(

@@ -146,7 +146,7 @@ def choose(points: Sequence[Point], metric: str) -> Point:
     """The cheapest setting of the front that misses no gate.
 
     Raises:
-        ValueError: every one misses something; the nearest and what it misses are named.
+        ValueError: something speaks against each; the nearest is named with it.
     """
     ordered = front(points, metric)
     passing = [point for point in ordered if not point.missed]
@@ -156,6 +156,6 @@ def choose(points: Sequence[Point], metric: str) -> Point:
         raise ValueError("no setting has results to choose from; wait for the sweep, or see why")
     nearest = min(ordered, key=lambda p: (len(p.missed), p.gain))
     raise ValueError(
-        f"no setting passes the gates; {nearest.name} misses {', '.join(nearest.missed)}. "
+        f"no setting may be chosen; against {nearest.name}: {'; '.join(nearest.missed)}. "
         "Loosen a gate, or add denser settings"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from workbench import pareto
-from workbench.config import VisualGenConfig
+from workbench.config import AttentionConfig, QuantAttentionConfig, VisualGenConfig
 from workbench.pareto import Gate, Point
 from workbench.sweep.cases import read_setting
 from workbench.sweep.table import SweepCase, SweepTable
@@ -59,13 +59,18 @@ def points(
 def configuration(table: SweepTable, setting: str) -> VisualGenConfig:
     """The configuration of a setting, as the other commands and servers read it.
 
+    A sweep compares algorithms and names no kernels of a server, which a file has to: it gets the
+    first backend of TensorRT-LLM that serves them.
+
     Raises:
         KeyError: no such setting. ValueError: it is the control.
     """
     case = table.of(setting)[0]
     if case.control:
         raise ValueError(f"setting={setting!r} is the control; dense attention needs no file")
-    return VisualGenConfig(attention_config=read_setting(case.attention, {})[0])
+    attention = read_setting(case.attention, {})[0]
+    update = {"backend": _backend(attention)}
+    return VisualGenConfig(attention_config=attention.model_copy(update=update))
 
 
 def front_table(found: Sequence[Point], metric: str, cost: str = "attention") -> Table:
@@ -83,6 +88,16 @@ def front_table(found: Sequence[Point], metric: str, cost: str = "attention") ->
     ]
     columns = ("setting", "dense / sparse", f"{metric}, median", "worst .. best", "verdict")
     return Table(columns, rows, caption=COSTS[cost][2])
+
+
+def _backend(attention: AttentionConfig) -> str | None:
+    parts = [
+        part.backends if isinstance(part, QuantAttentionConfig) else part.BACKENDS
+        for part in (attention.sparse_attention_config, attention.quant_attention_config)
+        if part is not None
+    ]
+    serving = [name for name in ("CUTEDSL", "TRTLLM") if all(name in part for part in parts)]
+    return serving[0] if parts and serving else None
 
 
 def _point(
@@ -122,4 +137,4 @@ def _verdict(point: Point, best: Sequence[Point]) -> str:
         beyond = f"; no verdict by a gate that it misses: {', '.join(point.missed)}"
         return f"control: the floor{beyond if point.missed else ''}"
     place = "front" if point in best else "dominated"
-    return f"{place}; misses {', '.join(point.missed)}" if point.missed else place
+    return f"{place}; against it: {'; '.join(point.missed)}" if point.missed else place

@@ -25,8 +25,9 @@ def draw_pareto(
 ) -> None:
     """A point per setting, with the range over its videos; those of the front are numbered.
 
-    Filled points pass every gate, hollow ones do not; grey ones are dominated. A gate on the drawn
-    metric is a line. The control, dense against dense, is a diamond: what lies above it is noise.
+    Filled points may be chosen, hollow ones miss a gate or more; grey ones are dominated. A gate on
+    the drawn metric is a line. The control, dense against dense, is a diamond: what lies above it
+    is noise. A value far above all settings stands at the upper edge, with its number.
 
     Args:
         ax: where to draw; the key of the numbers goes to its right.
@@ -45,7 +46,7 @@ def draw_pareto(
     top = _edge(shown, metric)
     for point in shown:
         _draw_point(ax, point, top, ahead=point in best)
-    heights = [_height(p.quality, top) for p in best]
+    heights = [min(p.quality, top) for p in best]
     ax.plot([p.gain for p in best], heights, color=ACCENT, lw=1, zorder=2)
     for number, (point, height) in enumerate(zip(best, heights), start=1):
         spot = {"textcoords": "offset points", "fontsize": SMALL, "color": INK}
@@ -63,8 +64,11 @@ def draw_pareto(
 
 def _draw_point(ax: Axes, point: Point, top: float, *, ahead: bool) -> None:
     color = QUERY if point.control else ACCENT if ahead else FAINT
-    height = _height(point.quality, top)
-    ends = [_height(value, top) for value in (point.worst, point.best)]
+    height = min(point.quality, top)
+    ends = [min(value, top) for value in (point.worst, point.best)]
+    if point.quality > top:
+        spot = {"textcoords": "offset points", "fontsize": SMALL, "color": INK, "va": "center"}
+        ax.annotate(f"{point.quality:.3g} ↑", (point.gain, top), (8, 0), **spot)
     if not any(map(math.isnan, ends)):
         ax.plot([point.gain] * 2, ends, color=color, lw=1, alpha=0.6, zorder=2)
     ax.plot(
@@ -97,7 +101,7 @@ def _draw_key(
     if len(best) < sum(map(is_candidate, shown)):
         handles.append(mark("dominated", FAINT, markersize=5))
     if any(point.missed for point in shown):
-        handles.append(mark("misses a gate", MUTED, markerfacecolor="white"))
+        handles.append(mark("may not be chosen", MUTED, markerfacecolor="white"))
     if any(point.control for point in shown):
         handles.append(mark("dense against dense", QUERY, marker="D"))
     for gate in gates:
@@ -112,12 +116,13 @@ def _draw_key(
 
 
 def _edge(points: Sequence[Point], metric: str) -> float:
-    """Where a video equal to dense (infinite PSNR) is drawn: above all finite values."""
-    values = [v for p in points for v in (p.worst, p.quality, p.best) if math.isfinite(v)]
+    """The height above which a value is drawn at the edge, with its number beside it.
+
+    Infinite PSNR has no place on an axis, and a control far above all settings would leave them
+    none. Where less is better the control is near 0 and needs no such care.
+    """
+    judged = [p for p in points if not p.control] or points
+    values = [v for p in judged for v in (p.worst, p.quality, p.best) if math.isfinite(v)]
     if not values:
         return 1.0
-    return max(values) + 0.1 * (max(values) - min(values) or 1.0)
-
-
-def _height(value: float, top: float) -> float:
-    return top if value == math.inf else value
+    return max(values) + 0.15 * (max(values) - min(values) or 1.0)
