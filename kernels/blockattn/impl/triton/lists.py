@@ -98,7 +98,7 @@ def _made(words: Tensor, blocks: int, *, pairs: bool) -> tuple[Tensor, Tensor]:
     count = torch.empty(batch, heads, lines, dtype=torch.int32, device=words.device)
     if not index.numel():
         return index, count.zero_()
-    step = min(WIDEST, triton.next_power_of_2(width))
+    step = min(WIDEST, 1 << (width - 1).bit_length())
     total, together = batch * heads * lines, max(1, ELEMENTS // step)
     kernel: Any = _lists
     kernel[(num_blocks(total, together),)](

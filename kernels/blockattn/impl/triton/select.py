@@ -99,7 +99,7 @@ def _statistics(
     q_upper, q_lower, spread, near = _queries(q_mean_ptr, deviation_ptr, line, group, alive, D)
     if EXACT:
         squares = tl.zeros([ROWS], tl.float32)
-        for start in tl.range(0, blocks, COLUMNS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        for start in tl.range(0, blocks, COLUMNS, num_stages=STAGES):  # pyright: ignore
             scores = _scores(
                 q_upper, q_lower, upper_ptr, lower_ptr, group * blocks, start, blocks,
                 D, ROWS, COLUMNS,
@@ -122,7 +122,7 @@ def _select(
     alive = row < blocks
     line = (batch.to(tl.int64) * heads + head) * blocks + row
     group = batch.to(tl.int64) * key_heads + head // (heads // key_heads)
-    q_upper, q_lower, spread, near = _queries(q_mean_ptr, deviation_ptr, line, group, alive, D)
+    q_upper, q_lower, spread, near = _queries(q_mean_ptr, deviation_ptr, line, group, alive, D)  # pyright: ignore
     if GIVEN:
         std = tl.load(std_ptr + line, mask=alive, other=1.0)
     else:
@@ -130,7 +130,7 @@ def _select(
     factor = unit / near / std
     begin = tile % spans * (SPAN * COLUMNS)
     end = tl.minimum(blocks, begin + SPAN * COLUMNS)
-    for start in tl.range(begin, end, COLUMNS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    for start in tl.range(begin, end, COLUMNS, num_stages=STAGES):  # pyright: ignore
         scores = _scores(
             q_upper, q_lower, upper_ptr, lower_ptr, group * blocks, start, blocks, D, ROWS, COLUMNS
         )
