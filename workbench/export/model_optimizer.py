@@ -64,8 +64,8 @@ def read(text: str, place: Deployment) -> Imported:
     """Target and cutoff of the group; its formula stays in the checkpoint, where it is used.
 
     Raises:
-        ValueError: no such group; :class:`NotExpressible`: several transformers' worth of fields
-            that have no place here, or dense steps without the times of the steps.
+        ValueError: no such group, no target, or a count of steps without their times.
+        NotExpressible: a group or field that has no place here, or a target of 0.
     """
     data = read_json(text, NAME)
     _check_group(data)
