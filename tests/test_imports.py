@@ -17,7 +17,14 @@ SOURCES = {
     for base, folder in ((ROOT, "workbench"), (ROOT / "kernels", "blockattn"))
     for path in sorted((base / folder).rglob("*.py"))
 }
-OPTIONAL = {"cutlass", "quack", "flash_attn", "cudnn", "tvm_ffi", "anywidget", "diffusers"}
+OPTIONAL = {
+    "cutlass", "quack", "flash_attn", "cudnn", "tvm_ffi", "anywidget", "diffusers", "dask",
+    "distributed",
+}  # fmt: skip
+ADAPTERS = (
+    "blockattn.impl.", "workbench.models.", "workbench.widgets.", "workbench.bench.peers",
+    "workbench.sweep.cluster",
+)  # fmt: skip
 INTERFACE = {
     "jupyterlab", "ipykernel", "IPython", "ipywidgets", "matplotlib", "pydantic", "yaml", "typer",
     "rich",
@@ -32,6 +39,7 @@ LAYERS = (
         "workbench.sample",
         "workbench.bench",
         "workbench.sweep",
+        "workbench.show",
         "workbench.export",
         "workbench.calibrate",
     },
@@ -116,9 +124,7 @@ def test_the_kernels_and_the_model_know_no_user_interface(module: str):
 @pytest.mark.parametrize("module", sorted(SOURCES))
 def test_optional_packages_are_imported_only_by_the_adapters(module: str):
     names = {name.split(".")[0] for name in imports(module)} & OPTIONAL
-    assert not names or module.startswith(
-        ("blockattn.impl.", "workbench.models.", "workbench.widgets.", "workbench.bench.peers")
-    )
+    assert not names or module.startswith(ADAPTERS)
 
 
 @pytest.mark.parametrize(

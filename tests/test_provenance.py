@@ -7,6 +7,7 @@ import json
 import subprocess
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +114,41 @@ def test_the_driver_version_is_read_from_the_kernel(tmp_path: Path, text: str, v
     path.write_text(text)
     assert driver_version(path) == version
     assert driver_version(tmp_path / "absent") is None
+
+
+def test_a_record_is_its_origin_and_its_environment():
+    whole = provenance(["x"], {}, seeds={"noise": 1})
+    origin, environment = module.origin(["x"], {}, seeds={"noise": 1}), module.environment()
+    assert set(whole) == {*origin, *environment}
+    assert {name: whole[name] for name in environment} == environment
+    assert not set(origin) & set(environment)
+
+
+def test_the_id_of_a_record_follows_from_its_content_alone():
+    record = {"a": 1, "b": {"c": [1, 2], "d": None}}
+    text = b'{"a":1,"b":{"c":[1,2],"d":null}}'
+    assert module.record_id(record) == hashlib.sha256(text).hexdigest()[:12]
+    assert module.record_id({"b": {"d": None, "c": [1, 2]}, "a": 1}) == module.record_id(record)
+    assert module.record_id({**record, "a": 2}) != module.record_id(record)
+
+
+def test_clocks_and_power_are_what_the_drivers_tool_says(tmp_path: Path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n"
+        '[ "$1 $2 $3" = "--id=GPU-12ab '
+        '--query-gpu=clocks.max.sm,clocks.max.mem,power.limit --format=csv,noheader,nounits" ] '
+        "|| exit 2\n"
+        "echo '1980, 3201, [N/A]'\n"
+    )
+    tool.chmod(0o755)
+    gpu = SimpleNamespace(uuid="12ab")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = module.gpu_state(gpu, module.LIMITS)
+    assert found == {"max_sm_mhz": 1980.0, "max_memory_mhz": 3201.0, "watts": None}
+    assert module.gpu_state(gpu, module.CLOCK) is None  # the tool refuses
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert module.gpu_state(gpu, module.LIMITS) is None  # there is no tool
 
 
 def test_a_large_file_is_summed_in_pieces(tmp_path: Path):

@@ -50,7 +50,7 @@ def test_pictures_are_there(picture: str):
 @pytest.mark.parametrize("line", re.findall(r"`workbench ((?!train)[^`]+)`", README))
 def test_commands_and_options_exist(line: str):
     command, *rest = line.split()
-    words = [command, *(word for word in rest[:1] if command == "bench")]
+    words = [command, *(word for word in rest[:1] if command in ("bench", "sweep"))]
     help_text = CliRunner().invoke(cli.app, [*words, "--help"], env={"COLUMNS": "200"}).output
     assert "Usage" in help_text
     for option in re.findall(r"--[\w-]+", line):

@@ -21,11 +21,14 @@ from tests.sweep_inputs import (
     write_plan,
     write_weights,
 )
+from workbench.paths import data_dir
 from workbench.sweep import load
+from workbench.sweep.cases import BUNDLED
 from workbench.sweep.session import run_sweep
 from workbench.sweep.worker import run_content
 
-KILLS = int(os.environ.get("WORKBENCH_SWEEP_KILLS", "2"))  # ten take a minute or two
+# Ten take two minutes; then it is the bundled model, else a smaller one.
+KILLS = int(os.environ.get("WORKBENCH_SWEEP_KILLS", "2"))
 CASES = {"seeds": [0, 1, 2], "prompts": ["disc", "ring"], "grid": {"tau": [0.5, 1, 1.5]}}  # 24
 
 
@@ -34,12 +37,13 @@ def test_killed_at_random_moments_and_resumed_it_ends_as_if_undisturbed(
 ):
     """24 cases; after each kill what was finished stays as it was, and no process is left."""
     path, moments = tmp_path / "killed.db", random.Random(KILLS)
-    written = write_plan(tmp_path / "plan.yaml", **small(write_weights(tmp_path), **CASES))
+    weights = write_weights(tmp_path) if KILLS < 10 else data_dir() / BUNDLED["base"]
+    written = write_plan(tmp_path / "plan.yaml", **small(weights, **CASES))
     before: dict[str, Any] = {}
     for number in range(KILLS):
         sweep = start(written, path)
         if number % 3 < 2:  # while cases run, which takes seconds to begin; else at any moment
-            wait_until(lambda known=len(before): len(finished_rows(path)) > known)
+            wait_for_more(path, len(before))
         time.sleep(moments.uniform(0, 0.5 if number % 3 < 2 else 3))
         kill(sweep, whole_group=number % 2 == 0)
         after = finished_rows(path)
@@ -53,6 +57,10 @@ def test_killed_at_random_moments_and_resumed_it_ends_as_if_undisturbed(
     run_sweep(written, undisturbed, threads(run_content, 1))
     assert len(load(path).done) == 24
     assert results(path) == results(undisturbed)
+
+
+def wait_for_more(path: Path, known: int) -> None:
+    wait_until(lambda: len(finished_rows(path)) > known)
 
 
 def start(written: Path, path: Path) -> subprocess.Popen[bytes]:

@@ -115,6 +115,19 @@ def test_every_setting_meets_every_seed_and_prompt_and_controls_come_first():
     assert sum(case.control for case in cases) == 4
 
 
+def test_the_plan_of_the_documentation_is_one(tmp_path: Path):
+    guide = Path(__file__).resolve().parent.parent / "docs" / "sweeps.md"
+    path = tmp_path / "tau.yaml"
+    path.write_text(guide.read_text().partition("```yaml\n")[2].partition("```")[0])
+    config = AttentionConfig(sparse_attention_config=SolAttnConfig(tau=2.25))
+    (tmp_path / "served.yaml").write_text(dump_config(VisualGenConfig(attention_config=config)))
+    found = load_plan(path)
+    assert len(found.cases()) == len(found.settings) * 3 * 2
+    names = {setting.name.removesuffix(" steps=8 weights=base") for setting in found.settings}
+    assert {"served", "sol_attn tau=1", "sol_attn tau=1 thresh_type=exact"} <= names
+    assert "vsa vsa_sparsity=0.75 steps=8 weights=vsa" in names
+
+
 # -- keys ---------------------------------------------------------------------------------------
 
 

@@ -182,4 +182,5 @@ def _variant_record(result: SampleResult, name: str) -> Mapping[str, object]:
         "note": variant.note,
         "config": None if config is None else config.model_dump(mode="json"),
         "impl": row.sampled.ran,
+        "fallbacks": sorted({reason for r in row.sampled.records for reason in r.reasons}),
     }
