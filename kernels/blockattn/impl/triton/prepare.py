@@ -25,10 +25,10 @@ from torch import Tensor
 
 from blockattn.layout import num_blocks
 
-SUMMARY_WARPS = 4
+SUMMARY_WARPS = 2
 CHANNELS = 32  # channels of a program of the centring kernel, and key blocks of its steps
 CENTER_ROWS = 256
-CENTER_WARPS = 4
+CENTER_WARPS = 8
 
 
 @triton.jit
@@ -40,8 +40,14 @@ def _load_block(
     rows = block * L + tl.arange(0, L)
     base = x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     channel = tl.arange(0, D).to(tl.int64) * stride_d
-    offsets = rows.to(tl.int64)[:, None] * stride_t + channel[None, :]
-    return tl.load(base + offsets, mask=(rows < tokens)[:, None], other=0.0).to(tl.float32)
+    source = base + rows.to(tl.int64)[:, None] * stride_t + channel[None, :]
+    # Two ways to one value: whatever is loaded is in registers before the first sum, so that all
+    # loads are in flight at once (masked ones are otherwise issued a few at a time).
+    if block * L + L <= tokens:
+        values = tl.load(source)
+    else:
+        values = tl.load(source, mask=(rows < tokens)[:, None], other=0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -107,7 +113,11 @@ def _key_rows(base, start, blocks, stride, ROWS: tl.constexpr):
     """Key means ``[ROWS, channels]`` in float32 from block ``start`` on, and which exist."""
     rows = start + tl.arange(0, ROWS)
     inside = (rows < blocks)[:, None]
-    values = tl.load(base + rows.to(tl.int64)[:, None] * stride, mask=inside, other=0.0)
+    source = base + rows.to(tl.int64)[:, None] * stride
+    if start + ROWS <= blocks:  # two ways to one value, as in _load_block
+        values = tl.load(source)
+    else:
+        values = tl.load(source, mask=inside, other=0.0)
     return values.to(tl.float32), rows, inside
 
 
