@@ -155,6 +155,14 @@ def test_the_table_shows_means_and_intervals_of_every_setting():
     assert "4/4" in text
 
 
+def test_values_without_a_mean_are_shown_as_they_are():
+    equal = table((math.inf,) * 4)
+    line = next(line for line in printed(equal).splitlines() if line.startswith("x "))
+    assert line.split() == ["x", "4/4", "inf", "-"]
+    failed = next(line for line in printed(table((None,) * 4)).splitlines() if line[:2] == "x ")
+    assert failed.split() == ["x", "0/4", "-", "-"]
+
+
 def test_what_makes_a_table_misleading_is_said():
     made = table((2.0, None, 7.0, 12.0))
     flagged = replace(made.cases[-1], flags=("SKIPPED NOTHING",))

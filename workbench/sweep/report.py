@@ -83,7 +83,7 @@ def _settings(table: SweepTable) -> Table:
         cells: list[str] = []
         for name in shown:
             found = compare(table, setting, name)
-            cells.append(_mean(found))
+            cells.append(_mean(found) or _not_finite(table, setting, name))
             cells += [_difference(found)] if name == "relative_l2" else []
         done = sum(case.state == "done" for case in table.of(setting))
         made.add_row(escape(setting), f"{done}/{len(table.of(setting))}", *cells)
@@ -92,9 +92,15 @@ def _settings(table: SweepTable) -> Table:
 
 def _mean(found: Paired) -> str:
     if found.values is None:
-        return "-"
+        return ""
     error = found.values.standard_error
     return f"{found.values.mean:.4g}" + ("" if error is None else f" ± {error:.1g}")
+
+
+def _not_finite(table: SweepTable, setting: str, name: str) -> str:
+    """What stands for the mean where no value is finite, such as the PSNR of equal videos."""
+    values = {c.metrics[name] for c in table.of(setting) if name in c.metrics}
+    return " or ".join(sorted({str(value) for value in values})) or "-"
 
 
 def _difference(found: Paired) -> str:

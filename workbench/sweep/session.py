@@ -68,10 +68,12 @@ def _work(store: Store, workers: Workers, command: Sequence[str] | None) -> dict
     files = {f"{s.weights} weights": s.weights_file for s in _samplers(cases)}
     seeds = {f"noise {n}": seed for n, seed in enumerate(store.plan["seeds"])}
     store.begin(origin(sys.argv if command is None else command, files, seeds=seeds))
-    before = store.counts()
-    with _progress(len(cases), before["done"] + before["failed"]) as report:
-        with workers:
+    try:
+        with _progress(store) as report, workers:
             run_cases(store, workers, report)
+    except KeyboardInterrupt:
+        print(f"stopped; workbench sweep resume {store.path} goes on", file=sys.stderr)
+        raise
     return store.counts()
 
 
@@ -80,27 +82,32 @@ def _samplers(cases: Sequence[Case]) -> list[Sampling]:
 
 
 @contextmanager
-def _progress(total: int, finished: int) -> Iterator[Report]:
-    """A bar with the time that is left on a terminal's stderr, elsewhere a line for each case."""
+def _progress(store: Store) -> Iterator[Report]:
+    """A bar with the time that is left on a terminal's stderr, elsewhere a line for each case.
+
+    What another run of the sweep finishes counts, too.
+    """
     watched = sys.stderr.isatty()
-    with tqdm(
-        total=total, initial=finished, unit="case", smoothing=0.1, disable=not watched
-    ) as bar:
-        count = finished
+    begun, total = _finished(store), sum(store.counts().values())
+    with tqdm(total=total, initial=begun, unit="case", smoothing=0.1, disable=not watched) as bar:
+        shown = begun
 
         def report(case: Case, result: Outcome | Failure) -> None:
-            nonlocal count
-            count += 1
+            nonlocal shown
+            count = _finished(store)
             bar.set_description(case.setting, refresh=False)
-            bar.update()
+            bar.update(count - shown)
+            shown = count
             line = f"{count}/{total} {case.setting}, seed {case.seed}, {case.prompt}: "
-            line += _told(result)
-            if isinstance(result, Failure):
-                bar.write(line, file=sys.stderr)
-            elif not watched:
-                print(line, file=sys.stderr, flush=True)
+            if isinstance(result, Failure) or not watched:
+                bar.write(line + _told(result), file=sys.stderr)
 
         yield report
+
+
+def _finished(store: Store) -> int:
+    counts = store.counts()
+    return counts["done"] + counts["failed"]
 
 
 def _told(result: Outcome | Failure) -> str:
