@@ -27,7 +27,12 @@ variants = {
     "mask": dict(ROUTED=True, SCALE_PTR=True, SCALE_OUTPUT_PTR=True),
     "padded": dict(ROUTED=True, LENGTHS=True),
     "skip": dict(SKIP=True, LSE=True, RAGGED=True),
+    "skip sol": dict(SKIP=True, ROUTED=True, TAIL=True, LSE=True, RAGGED=True),
+    "skip causal": dict(SKIP=True, CAUSAL=True, LSE=True, RAGGED=True),
 }
+if capability < 120:
+    variants |= {f"{name} 128": variants[name] | {"skip_tile": (128, 128)}
+                 for name in ("skip", "skip causal")}
 found = {name: c.compile_attention(capability, **flags) for name, flags in variants.items()}
 found |= {f"{name} D=64": c.compile_attention(capability, head_dim=64, **variants[name])
           for name in ("dense", "sol")}
@@ -41,20 +46,31 @@ for dim, element in ((128, "bf16"), (64, "bf16"), (256, "bf16"), (128, "fp16")):
         found[f"{name} D={dim} {element}"] = item
 print(json.dumps({name: dataclasses.asdict(item) for name, item in found.items()}))
 """
+CODES_SCRIPT = """
+import dataclasses, json, sys
+from blockattn.impl.triton import compile_scaled as c
+capability = int(sys.argv[1])
+variants = {
+    "dense": dict(LSE=True, RAGGED=True, CHANNELS=True, SCALE_PTR=True, SCALE_OUTPUT_PTR=True),
+    "sol": dict(ROUTED=True, TAIL=True, RAGGED=True, LSE=True),
+    "skip": dict(SKIP=True, LSE=True, RAGGED=True),
+}
+found = {}
+for form in ("plain", "mxfp8", "nvfp4"):
+    for name, flags in variants.items():
+        found[f"{form} {name}"] = c.compile_scaled(capability, form, **flags)
+    found[f"{form} P not rounded"] = c.compile_scaled(
+        capability, form, round_p=False, **variants["skip"])
+    found[f"{form} summaries"] = c.compile_summaries(capability, form)
+print(json.dumps({name: dataclasses.asdict(item) for name, item in found.items()}))
+"""
 SHARED_MEMORY = {90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
 MATRIX_UNITS = {90: "wgmma", 100: "tcgen05", 103: "tcgen05"}
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_kernel_builds_without_spills(capability):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT, str(capability)]
-    made = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    found = json.loads(made.stdout)
-    spilling = {name: item for name, item in found.items() if item["local"] or item["stack"]}
-    assert not spilling
-    assert max(item["shared"] for item in found.values()) <= SHARED_MEMORY[capability]
+    found = built_without_spills(SCRIPT, capability)
     unit = MATRIX_UNITS.get(capability)
     if unit is not None:
         for name in ("dense", "sol", "mask", "skip"):
@@ -74,3 +90,30 @@ def assert_quantisers_round_as_pytorch_does(found):
         assert (count["e4m3"] > 0) == (name.split(" D=")[0] in encoders), name
         assert (count["division"] > 0) == name.startswith(("nvfp4", "fp8")), name
         assert count["wide load"] > 0, name
+
+
+def built_without_spills(script, capability):
+    """Resources of every kernel of a script, by name."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", script, str(capability)]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    found = json.loads(made.stdout)
+    spilling = {name: item for name, item in found.items() if item["local"] or item["stack"]}
+    assert not spilling
+    assert max(item["shared"] for item in found.values()) <= SHARED_MEMORY[capability]
+    return found
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_the_kernel_over_codes_builds_without_spills_and_scales_where_the_unit_does(capability):
+    found = built_without_spills(CODES_SCRIPT, capability)
+    count = {name: item["instructions"] for name, item in found.items()}
+    for form in ("mxfp8", "nvfp4"):
+        assert (count[f"{form} dense"]["scaled"] > 0) == (capability >= 100)
+        assert (count[f"{form} sol"]["scaled"] > 0) == (capability == 120)
+    for name in ("plain dense", "mxfp8 sol", "nvfp4 skip"):
+        assert (count[name]["fp8 unit"] > 0) == (capability in (100, 103)), name
+        assert count[name]["e4m3"] > 0, name
+        assert (count[name]["tma"] > 0) == (capability >= 90), name
+    assert count["plain P not rounded"]["e4m3"] == 0

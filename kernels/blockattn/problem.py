@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from blockattn import checks
 from blockattn.layout import BLOCK, block_lengths, block_mean, block_sum, num_blocks
 from blockattn.route import BlockRoute
+
+if TYPE_CHECKING:
+    from blockattn.quant import QuantOperands
 
 LOG2_E = math.log2(math.e)  # natural logits to base-2 logits
 SKIP_REFERENCES = ("exact", "lagging")
@@ -62,7 +66,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of one call after every check; see :func:`blockattn.attend` for their meaning."""
+    """Arguments of one call after every check; see :func:`blockattn.attend` for their meaning.
+
+    A quantised call also carries its encoded operands. An implementation that takes codes reads
+    them; for any other one q, k and v are replaced by the decoded operands before it runs.
+    """
 
     q: Tensor
     k: Tensor
@@ -79,6 +87,8 @@ class Problem:
     want_trace: bool = False
     round_p: bool = False  # e4m3 probabilities, see quantised_attention
     lists: tuple[Tensor, Tensor] | None = None  # of the route, as BlockRoute.lists() gives them
+    operands: QuantOperands | None = None  # of a quantised call
+    tail_to_come: bool = False  # a quantised call makes its tail from what its implementation reads
 
     @property
     def group(self) -> int:
@@ -103,7 +113,8 @@ class Problem:
         """Which mechanism the arguments add up to."""
         names = []
         if self.route is not None:
-            names.append("block_mask" if self.tail is None else "sol_attn")
+            with_tail = self.tail is not None or self.tail_to_come
+            names.append("sol_attn" if with_tail else "block_mask")
         if self.skip_threshold is not None:
             names.append("skip_softmax")
         return "+".join(names) or "dense"
@@ -121,11 +132,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Result:
-    """Output ``[B, Tq, Hq, D]``; LSE float32 ``[B, Hq, Tq]`` and skipped tiles when traced."""
+    """Output ``[B, Tq, Hq, D]``; LSE float32 ``[B, Hq, Tq]`` and skipped tiles when traced.
+
+    An implementation that takes codes says which formats it emulated; others leave ``None``.
+    """
 
     out: Tensor
     lse: Tensor | None = None
     skipped: BlockRoute | None = None
+    emulated: tuple[str, ...] | None = None
 
 
 def check_route(route: object, problem: Problem) -> BlockRoute:

@@ -1,8 +1,9 @@
 """Quantised attention: MXFP8 or NVFP4 queries and keys, FP8 values; any route, tail, threshold.
 
-The operands are encoded as a block-scaled kernel takes them (:mod:`blockattn.quant_formats`) and
-decoded to a dtype that holds element * block scale exactly, so the product equals the one of a
-block-scaled matrix unit up to the order of summation. The remaining scales are folded: those of q
+The operands are encoded as a block-scaled kernel takes them (:mod:`blockattn.quant_formats`). The
+Triton kernels read the codes; for other implementations they are decoded to a dtype that holds
+element * block scale exactly, so the product equals the one of a block-scaled matrix unit up to the
+order of summation. The remaining scales are folded: those of q
 and k into the softmax scale, that of v into the output scale or, per (head, channel), into the
 epilogue. (An implementation that multiplies a device scale into bfloat16 q rounds q once more.)
 Recipes and formulas as in TensorRT-LLM VisualGen (its pull request 18750).
@@ -17,10 +18,9 @@ import torch
 from torch import Tensor
 
 from blockattn import checks
-from blockattn.attend import run
 from blockattn.compiled import one_node
 from blockattn.impl import registry
-from blockattn.problem import BlockSummary, Problem, make_problem
+from blockattn.problem import BlockSummary, Problem, Result, make_problem
 from blockattn.quant_formats import (
     BLOCK_SIZES,
     BlockScaled,
@@ -32,6 +32,7 @@ from blockattn.quant_formats import (
 )
 from blockattn.route import BlockRoute
 from blockattn.smoothing import smooth_qk, smoothing_lse_shift
+from blockattn.trace import make_trace
 
 RECIPES = (
     ("bf16", "fp8", "tensor"),
@@ -152,7 +153,7 @@ def quantised_attention(
     impl: str = "auto",
     return_trace: bool = False,
 ) -> Any:
-    """Attention over quantised q, k, v; the trace says that the formats are emulated.
+    """Attention over quantised q, k, v; the trace says which formats were emulated.
 
     Args:
         q: ``[B, Tq, Hq, D]``; k, v: ``[B, Tk, Hk, D]``, any float dtype and strides; float32 and
@@ -168,8 +169,8 @@ def quantised_attention(
         scale_output: factor on the output, likewise.
         round_p: round the probabilities of exact blocks to e4m3 before they meet V, as kernels
             with FP8 values do (relative to a running maximum that lags by up to 2**8; the
-            denominator keeps them unrounded). Only the reference does it. By default they are not
-            rounded, and the trace says so.
+            denominator keeps them unrounded). The Triton kernels and the reference do it. By
+            default they are not rounded, and the trace says so.
         impl, return_trace: as for :func:`blockattn.attend`.
 
     Returns:
@@ -198,15 +199,19 @@ def quantised_attention(
     checks.flag("round_p", round_p)
     registry.check_name(impl)
     operands = quantise_operands(q, k, v, recipe, smooth=smooth)
-    result = run(_folded(asked, operands, with_tail, round_p), impl)
-    out, trace = result if return_trace else (result, None)
-    if operands.v.per_channel:
-        out = out * operands.v.scale.repeat_interleave(asked.group, dim=0)
-    out = out.to(q.dtype)
-    if trace is None:
+    problem = _folded(asked, operands, with_tail, round_p)
+    chosen, reasons = registry.choose(problem, impl)
+    if chosen.takes_codes:
+        result = chosen.run(problem)
+    else:
+        result = _finished(chosen.run(_decoded(problem, operands)), problem, operands, recipe)
+    out = result.out.to(q.dtype)
+    if not return_trace:
         return out
-    emulated = (*recipe.parts, "fp8 P" if round_p else "P not rounded to fp8")
-    return out, replace(trace, lse=_unsmoothed(trace.lse, asked, operands), emulated=emulated)
+    trace = make_trace(problem, result, chosen.name, reasons)
+    return out, replace(
+        trace, lse=_unsmoothed(trace.lse, asked, operands), emulated=result.emulated or ()
+    )
 
 
 def _check_head_dim(q: Tensor, recipe: QuantRecipe) -> None:
@@ -239,29 +244,43 @@ def _compute_dtype(q: Tensor, operands: QuantOperands) -> torch.dtype:
 
 
 def _folded(asked: Problem, operands: QuantOperands, with_tail: bool, round_p: bool) -> Problem:
-    """The call over decoded operands, all scales but V's per-channel ones folded in."""
-    dtype = _compute_dtype(asked.q, operands)
+    """The call over codes, all scales but V's per-channel ones folded in."""
+    scale_output = asked.scale_output
+    if not operands.v.per_channel:
+        scale_output = operands.v.scale * scale_output
+    return replace(
+        asked,
+        scale=operands.softmax_scale(asked.scale),
+        scale_output=scale_output,
+        round_p=round_p,
+        operands=operands,
+        tail_to_come=with_tail,
+    )
+
+
+def _decoded(problem: Problem, operands: QuantOperands) -> Problem:
+    """The same call over decoded operands, for an implementation that does not take codes."""
+    dtype = _compute_dtype(problem.q, operands)
     query, key = (
         x.operand(dtype) if isinstance(x, BlockScaled) else x.to(dtype)
         for x in (operands.q, operands.k)
     )
     value = operands.v.operand(dtype)
-    scale_output = asked.scale_output
-    if not operands.v.per_channel:
-        scale_output = operands.v.scale * scale_output
     tail = None
-    if with_tail and asked.route is not None:
-        tail = BlockSummary.of(key, value, asked.route.block[1])
-    return replace(
-        asked,
-        q=query,
-        k=key,
-        v=value,
-        tail=tail,
-        scale=operands.softmax_scale(asked.scale),
-        scale_output=scale_output,
-        round_p=round_p,
-    )
+    if problem.tail_to_come:
+        tail = BlockSummary.of(key, value, problem.block[1])
+    return replace(problem, q=query, k=key, v=value, tail=tail, operands=None, tail_to_come=False)
+
+
+def _finished(
+    result: Result, problem: Problem, operands: QuantOperands, recipe: QuantRecipe
+) -> Result:
+    """V's per-channel scale on an output over decoded operands, and what that emulated."""
+    out = result.out
+    if operands.v.per_channel:
+        out = out * operands.v.scale.repeat_interleave(problem.group, dim=0)
+    rounding = "fp8 P" if problem.round_p else "P not rounded to fp8"
+    return replace(result, out=out, emulated=(*recipe.parts, rounding))
 
 
 def _unsmoothed(lse: Tensor, asked: Problem, operands: QuantOperands) -> Tensor:

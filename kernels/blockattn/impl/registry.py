@@ -26,6 +26,7 @@ class Implementation:
         obstacles: reasons why it cannot serve a call; with ``None``, why it cannot run here at all.
         run: executes a call that has no obstacles.
         rounds_p: can round probabilities to e4m3, as kernels with FP8 values do.
+        takes_codes: reads the encoded operands of a quantised call, not decoded ones.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Implementation:
     obstacles: Callable[[Problem | None], list[str]]
     run: Callable[[Problem], Result]
     rounds_p: bool = False
+    takes_codes: bool = False
 
     def why_not(self) -> str | None:
         """Why nothing can run on this machine with it, ``None`` when it works here."""
@@ -40,7 +42,9 @@ class Implementation:
 
 
 _FASTEST_FIRST = (
-    Implementation("triton", triton.SUMMARY, triton.obstacles, triton.run),
+    Implementation(
+        "triton", triton.SUMMARY, triton.obstacles, triton.run, rounds_p=True, takes_codes=True
+    ),
     Implementation("eager", eager.SUMMARY, eager.obstacles, eager.run),
     Implementation(
         "reference", reference.SUMMARY, reference.obstacles, reference.run, rounds_p=True
@@ -65,7 +69,7 @@ def check_name(impl: object) -> str:
 
 def _order(problem: Problem) -> tuple[Implementation, ...]:
     """Fastest first; a plain dense call is fastest in torch's own attention, which eager calls."""
-    if problem.plain:
+    if problem.plain and not problem.round_p:
         return tuple(sorted(_FASTEST_FIRST, key=lambda item: item.name == "triton"))
     return _FASTEST_FIRST
 

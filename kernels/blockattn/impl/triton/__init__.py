@@ -17,6 +17,7 @@ DEVICES = ("cuda",)
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK = (64, 64)
+SKIP_TILES = ((64, 64), (128, 128))
 
 
 def obstacles(problem: Problem | None) -> list[str]:
@@ -25,11 +26,16 @@ def obstacles(problem: Problem | None) -> list[str]:
         return ["the package triton is not installed"]
     if problem is None:
         return [] if torch.cuda.is_available() else ["needs a CUDA GPU"]
-    return _tensor_obstacles(problem) + _tile_obstacles(problem)
+    check = _tensor_obstacles if problem.operands is None else _code_obstacles
+    return check(problem) + _tile_obstacles(problem)
 
 
 def run(problem: Problem) -> Result:
     """Executes a call without obstacles; nothing is read back from the device."""
+    if problem.operands is not None:
+        from blockattn.impl.triton import scaled
+
+        return scaled.run(problem)
     from blockattn.impl.triton import launch
 
     return launch.run(problem)
@@ -50,6 +56,21 @@ def encodes(x: Tensor) -> bool:
     )
 
 
+def _code_obstacles(problem: Problem) -> list[str]:
+    """Of a quantised call; the encoders write 16-bit or narrower operands, whatever q is."""
+    found, device, dim = [], problem.q.device, problem.q.shape[3]
+    if problem.block_lengths is not None:
+        found.append("padded blocks (block_lengths) of quantised operands")
+    if device.type not in DEVICES:
+        found.append(f"q is on {device}, needs a CUDA GPU")
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        found.append(f"{name} has no e4m3 numbers: needs compute capability 8.9 or newer")
+    if dim not in HEAD_DIMS:
+        found.append(f"head dim {dim}, serves {' and '.join(map(str, HEAD_DIMS))}")
+    return found
+
+
 def _too_old(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
@@ -61,6 +82,8 @@ def _tensor_obstacles(problem: Problem) -> list[str]:
         found.append(f"q is on {device}, needs a CUDA GPU")
     elif _too_old(device):
         found.append(f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0")
+    if problem.round_p:
+        found.append("does not round probabilities to e4m3 (round_p=True) without FP8 values")
     if dtype not in DTYPES:
         found.append(f"dtype {dtype}, serves bfloat16 and float16")
     if dim not in HEAD_DIMS:
@@ -76,8 +99,25 @@ def _tile_obstacles(problem: Problem) -> list[str]:
         found.append(f"route blocks {problem.route.block}, serves {BLOCK}")
     if problem.skip_threshold is None:
         return found
-    if problem.skip_tile != BLOCK:
-        found.append(f"skip_tile={problem.skip_tile}, serves {BLOCK}")
+    found += _skip_tile_obstacles(problem)
     if problem.skip_reference != "exact":
         found.append(f"skip_reference={problem.skip_reference!r}, serves 'exact'")
+    return found
+
+
+def _skip_tile_obstacles(problem: Problem) -> list[str]:
+    tile = problem.skip_tile
+    if tile == BLOCK:
+        return []
+    if tile not in SKIP_TILES:
+        return [f"skip_tile={tile}, serves {' and '.join(map(str, SKIP_TILES))}"]
+    found = []
+    if problem.operands is not None:
+        found.append(f"skip_tile={tile} of quantised operands, serves {BLOCK}")
+    if problem.route is not None or problem.block_lengths is not None:
+        found.append(f"skip_tile={tile} with a route or padded blocks, serves {BLOCK}")
+    device = problem.q.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        name = torch.cuda.get_device_name(device)
+        found.append(f"skip_tile={tile} needs more shared memory than {name} has, serves {BLOCK}")
     return found
