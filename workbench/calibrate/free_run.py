@@ -7,6 +7,7 @@ be repeated with the drift taken off.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from workbench.attention import SparseAttention
 from workbench.attention.log import CallRecord
 from workbench.calibrate.collect import Calibration
 from workbench.calibrate.samples import Samples, Tick
-from workbench.calibrate.setting import Form, Setting
+from workbench.calibrate.setting import Form, Setting, knob
 from workbench.calibrate.solve import Solution, solve_density
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig
 from workbench.models import AttentionCall, VideoDiT
@@ -43,7 +44,10 @@ class ScheduledAttention:
     def __init__(self, setting: Setting, num_layers: int, *, impl: str = "auto") -> None:
         self.setting, self.num_layers, self.impl = setting, num_layers, impl
         self.records: list[CallRecord] = []
-        self._policies: dict[float | None, SparseAttention] = {}
+        self._any = next(
+            knob(setting.algorithm, level) for level in setting.levels if not math.isnan(level)
+        )
+        self._policies: dict[float, SparseAttention] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         if call.time is None:
@@ -57,11 +61,11 @@ class ScheduledAttention:
         return out
 
     def _policy(self, layer: int, time: float, keys: int) -> SparseAttention:
-        # A dense call belongs to no group and has no value; any policy keeps it dense.
+        # A call that is meant to be dense has no value: any policy keeps it so, and says why.
         dense = self.setting.form.dense(layer, time)
-        value = None if dense else self.setting.value(layer, time)
+        value = self._any if dense else self.setting.value(layer, time)
         if value not in self._policies:
-            config = None if value is None else sparse_config(self.setting, value, keys)
+            config = sparse_config(self.setting, value, keys)
             self._policies[value] = SparseAttention(
                 config, num_layers=self.num_layers, impl=self.impl, record=True
             )

@@ -138,6 +138,11 @@ class Setting:
 
     def __post_init__(self) -> None:
         checks.one_of("algorithm", self.algorithm, ALGORITHMS)
+        count = len(self.levels) if self.form.by == "layer" else self.form.groups(0)
+        if len(self.levels) != count or all(math.isnan(level) for level in self.levels):
+            raise ValueError(
+                f"levels={self.levels!r}: must be {count} for {self.form.by!r}, not all NaN"
+            )
         if self.form.dense_layers and self.algorithm != "sol_attn":
             raise ValueError(
                 f"dense_layers={self.form.dense_layers!r}: only sol_attn has this field; list them "

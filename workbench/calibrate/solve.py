@@ -18,6 +18,7 @@ from workbench.calibrate.collect import Calibration
 from workbench.calibrate.setting import Form, Setting
 
 ROUNDS = 60  # halvings: the bracket ends below the rounding of a float32 level
+ROUNDING = 1e-12  # of a mean of densities, whose order of summation is not fixed
 MARGIN = 0.01  # largest step down from the edge of a plateau of equal densities
 LOW = {"sol_attn": -1.0e4, "skip_softmax": -2.0e3}  # every pair exact: see blockattn.sol
 HIGH = {"sol_attn": 1.0e4, "skip_softmax": 0.0}  # one pass serves lambda up to 1
@@ -96,9 +97,9 @@ def solve_density(
     def density(levels: Tensor) -> Tensor:
         return by_group(mean(spread(levels, groups, offsets)), groups, count)
 
-    edge = bisect(low, high, lambda levels: density(levels) >= wanted)
+    edge = bisect(low, high, lambda levels: density(levels) >= wanted - ROUNDING)
     reached = density(edge)
-    denser = bisect(low, edge, lambda levels: density(levels) > reached)
+    denser = bisect(low, edge, lambda levels: density(levels) > reached + ROUNDING)
     # At the edge itself a score ties with the level, and rounding would decide.
     levels = edge - ((edge - denser) / 2).clamp(max=MARGIN)
     return solution(calibration, form, _shortest(levels, groups, offsets, mean), target)
@@ -158,7 +159,7 @@ def by_group(density: Tensor, groups: Tensor, count: int) -> Tensor:
 def _shortest(levels: Tensor, groups: Tensor, offsets: Tensor, mean: Mean) -> Tensor:
     """The levels with the fewest digits that make exactly the same densities."""
     wanted = mean(spread(levels, groups, offsets))
-    for digits in range(2, 10):
+    for digits in range(3, 10):
         short = torch.tensor(
             [float(f"{x:.{digits}g}") for x in levels.tolist()], dtype=torch.float64
         )
@@ -188,7 +189,7 @@ def _bracket(
     most, least = (by_group(mean(spread(end, groups, offsets)), groups, count) for end in ends)
     for group in range(count):
         low, high = float(least[group]), float(most[group])
-        if not (math.isnan(low) or low <= float(wanted[group]) <= high):
+        if not (math.isnan(low) or low - ROUNDING <= float(wanted[group]) <= high + ROUNDING):
             why = (
                 "band blocks are always exact" if algorithm == "sol_attn" else "lambda is at most 1"
             )

@@ -15,6 +15,7 @@ from torch import Tensor
 from workbench.views.style import ACCENT, FAINT, INK, MUTED, QUERY, SMALL, array, tidy
 
 POINTS = 200  # of a drawn curve
+COLORS, MARKERS = (ACCENT, QUERY, MUTED), "osD^v"
 
 
 def draw_fit(
@@ -87,8 +88,9 @@ def draw_transfer(
     if len(pairs) != len(labels):
         raise ValueError(f"labels={list(labels)!r}: must name {len(pairs)} hold-outs")
     ax.plot([0, 1], [0, 1], color=MUTED, linewidth=1.0, linestyle="--", label="as requested")
-    for (x, y), name, marker in zip(pairs, labels, "osD^v"):
-        ax.plot(x, y, f"{marker}-", markersize=5, linewidth=1.3, label=name)
+    for index, ((x, y), name) in enumerate(zip(pairs, labels)):
+        look = {"color": COLORS[index % len(COLORS)], "markersize": 5, "linewidth": 1.3}
+        ax.plot(x, y, f"{MARKERS[index % len(MARKERS)]}-", label=name, **look)
     top = max(float(np.max(x)) for pair in pairs for x in pair) * 1.08
     ax.set_xlim(0, top)
     ax.set_ylim(0, top)
@@ -129,7 +131,8 @@ def draw_delivery(
     tidy(ax, xlabel="", ylabel=ylabel, title=title)
     ax.set_xticks(x, groups, rotation=0 if len(groups) < 4 else 30, fontsize=SMALL)
     ax.set_xlim(-0.6, len(groups) - 0.4)
-    ax.legend(frameon=False, fontsize=SMALL, labelcolor=INK)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.09), "ncols": 3}
+    ax.legend(frameon=False, fontsize=SMALL, labelcolor=INK, **place)
 
 
 def draw_recall(
