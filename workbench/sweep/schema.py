@@ -8,6 +8,7 @@ on a disk of the machine whose processes write it.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +65,7 @@ def connect(path: Path) -> sqlite3.Connection:
     connection.row_factory = sqlite3.Row
     try:
         _migrate(connection, path)  # looks first whether the file is ours
-        connection.execute("PRAGMA journal_mode = WAL")
+        _use_wal(connection)
         connection.execute("PRAGMA foreign_keys = ON")
     except (sqlite3.DatabaseError, ValueError) as error:
         connection.close()
@@ -101,6 +102,19 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Waits for others itself: SQLite's own timeout does not hold for a change of this mode."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
