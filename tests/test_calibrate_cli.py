@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import matplotlib.image
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
-from tests.calibrate_inputs import small_model
+from tests.calibrate_inputs import made_calibration, small_model
 from workbench import cli
 from workbench.calibrate.file import open_calibration
 from workbench.calibrate.options import Target, parse_form, parse_labels
 from workbench.calibrate.report import COLUMNS
+from workbench.calibrate.samples import Samples
+from workbench.calibrate.session import fit_report
 from workbench.calibrate.setting import Form, Setting
+from workbench.calibrate.text import missed_lines
 from workbench.config import SolAttnConfig, load_config
 from workbench.models import save_model
 
@@ -132,6 +137,36 @@ def test_calibrate_overwrites_nothing_and_tries_no_fit_that_is_not_there(made: d
     wrong = invoke("calibrate", "--out", new, "--hold-out", made["sol_attn"], *SIZE)
     assert "the fit is skip_softmax's" in str(wrong.exception)
     assert not new.exists()
+
+
+def test_a_calibration_too_small_for_a_fit_is_kept_and_says_so(
+    made: dict[str, Path], tmp_path: Path
+):
+    path = tmp_path / "skip.safetensors"
+    model = ("--weights", made["weights"], "--device", "cpu", "--algorithm", "skip_softmax")
+    done = invoke("calibrate", "--out", path, "--seeds", "0", *model, *SIZE)
+    assert done.exit_code == 0, done.output
+    assert "no fit: 20 points, 0 of them with a sparsity" in done.output
+    assert open_calibration(path).algorithm == "skip_softmax"
+
+
+def test_a_fit_is_printed_in_both_spaces_with_what_it_delivers_elsewhere():
+    near, far = (
+        made_calibration(torch.linspace(-9, 0, 256).expand(1, 1, 1, 1, 1, -1), samples)
+        for samples in (Samples(steps=1), Samples(steps=1, grid=(4, 16, 32)))
+    )
+    lines = "\n".join(fit_report(near, far))
+    assert "fit (linear space)" in lines
+    assert "fit (log space)" in lines
+    assert "hold-out at 2,048 keys (grid 4 x 16 x 32)" in lines
+    assert "no hold-out" in "\n".join(fit_report(near, None))
+
+
+def test_a_missed_target_is_a_warning():
+    assert missed_lines([0.2, math.nan], "error", 0.1)
+    assert not missed_lines([0.05, 0.1], "error", 0.1)
+    assert missed_lines([0.15, 0.156], "density", 0.15)
+    assert not missed_lines([0.1501], "density", 0.15)
 
 
 def test_texts_of_the_command_line():

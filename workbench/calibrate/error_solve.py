@@ -75,6 +75,7 @@ def error_ladder(
     calibration: Calibration,
     *,
     points: int = LADDER,
+    impl: str = "auto",
     tick: Tick = lambda label: None,
 ) -> ErrorLadder:
     """Runs real calls at levels whose densities lie evenly between dense and the sparsest.
@@ -82,6 +83,7 @@ def error_ladder(
     Args:
         model: that was calibrated; the calibration's own videos are sampled once more.
         points: levels, at least 2.
+        impl: implementation of the sparse calls.
     """
     checks.integer("points", points, minimum=2)
     levels = _levels(calibration, points)
@@ -93,7 +95,7 @@ def error_ladder(
         dense = dense_attention(q, k, v, call)
         values = [knob(setting.algorithm, level) for level in levels]
         errors = [
-            probe_call(setting, value, q, k, v, dense=dense, impl="auto").error.relative_l2
+            probe_call(setting, value, q, k, v, dense=dense, impl=impl).error.relative_l2
             for value in values
         ]
         total[:, call.layer, call.step or 0] += (
@@ -114,6 +116,7 @@ def solve_error(
     form: Form | None = None,
     *,
     ladder: ErrorLadder | None = None,
+    impl: str = "auto",
     tick: Tick = lambda label: None,
 ) -> ErrorSolution:
     """The sparsest levels whose groups each have at most the target as their mean error.
@@ -126,6 +129,7 @@ def solve_error(
         target: mean relative L2 error against dense, above 0.
         form: which levels there are.
         ladder: of :func:`error_ladder`; measured when None.
+        impl: implementation of the sparse calls.
 
     Raises:
         ValueError: already the densest level of the ladder exceeds the target.
@@ -133,11 +137,11 @@ def solve_error(
     if checks.finite_number("target_error", target) <= 0:
         raise ValueError(f"target_error={target!r}: must be above 0")
     form = form or Form()
-    ladder = ladder or error_ladder(model, calibration, tick=tick)
+    ladder = ladder or error_ladder(model, calibration, impl=impl, tick=tick)
     allowed, tried = target, list[ErrorSolution]()
     for _ in range(ROUNDS):
         setting, predicted = _solve(calibration, ladder, form, allowed)
-        tried.append(_verify(model, calibration, setting, target, predicted, tick=tick))
+        tried.append(_verify(model, calibration, setting, target, predicted, impl=impl, tick=tick))
         worst = max(error for error in tried[-1].delivered if not math.isnan(error))
         if worst <= target:
             break
@@ -210,10 +214,11 @@ def _verify(
     target: float,
     predicted: Sequence[float],
     *,
+    impl: str,
     tick: Tick,
 ) -> ErrorSolution:
     samples, layers = calibration.samples, calibration.layers
-    probes = probe_setting(model, setting, samples, mass=False, tick=tick)
+    probes = probe_setting(model, setting, samples, mass=False, impl=impl, tick=tick)
     delivered = error_by_group(probes, setting, layers, samples)
     density = calls_mean(calibration)(setting.level_map(layers, samples.times))
     return ErrorSolution(

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from workbench.calibrate import report, text
 from workbench.calibrate.collect import LIMIT_BYTES, Calibration, calibrate, plan_for
-from workbench.calibrate.error_solve import solve_error
+from workbench.calibrate.error_solve import error_by_group, solve_error
 from workbench.calibrate.file import open_calibration, save_calibration
-from workbench.calibrate.fit import fit_calibration, transfer
+from workbench.calibrate.fit import SPACES, fit_calibration, transfer
 from workbench.calibrate.free_run import Delivery, deliver, solve_free_run
 from workbench.calibrate.options import Target
 from workbench.calibrate.probes import Probes, probe_setting
@@ -74,12 +74,22 @@ def calibrate_file(
     save_calibration(made, out)
     screen.print(text.density_table(made))
     if algorithm == "skip_softmax":
-        fit = fit_calibration(made)
-        trial = None if other is None else transfer(fit, other)
-        for line in text.fit_lines(fit, trial):
+        for line in fit_report(made, other):
             screen.print(line, soft_wrap=True, highlight=False)
     screen.print(f"{out}: wrote {out.stat().st_size:,} bytes", soft_wrap=True, highlight=False)
     return made
+
+
+def fit_report(made: Calibration, other: Calibration | None) -> list[str]:
+    """The fit in both spaces; a calibration too small for one is still a calibration."""
+    lines: list[str] = []
+    try:
+        for space in SPACES:
+            fit = fit_calibration(made, space=space)
+            lines += text.fit_lines(fit, None if other is None else transfer(fit, other))
+    except ValueError as error:
+        lines.append(f"no fit: {error}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ def solve(
     if seen:
         raise ValueError(f"held_out has seeds {seen}: the calibration has seen them; take others")
     if target.quantity == "error":
-        found = solve_error(model, calibration, target.value, form, tick=_say)
+        found = solve_error(model, calibration, target.value, form, impl=impl, tick=_say)
         setting, predicted, delivered = found.setting, found.predicted, found.delivered
     else:
         best = solve_free_run(model, calibration, target.value, form, impl=impl, tick=_say)
@@ -194,10 +204,15 @@ def _show(solved: Solved, screen: Console) -> None:
     if target.quantity == "density":
         columns["held out"] = solved.held_out.by_group.tolist()
         wanted = target.value
+    else:
+        layers = solved.held_out.density.shape[1]
+        found = error_by_group(solved.probes, solved.setting, layers, samples)
+        columns["held out"] = found.tolist()
     screen.print(
         text.solved_table(solved.setting, samples.times, columns, quantity=target.quantity)
     )
     lines = text.steps_lines(solved.setting.form, samples.times)
+    lines += text.missed_lines(solved.delivered, target.quantity, target.value)
     for line in (*lines, *text.delivery_lines(solved.held_out, wanted)):
         screen.print(line, soft_wrap=True, highlight=False)
     screen.print(text.worst_table(solved.probes))
@@ -216,7 +231,7 @@ def _record(
     weights: Path | None, samples: Samples, command: Sequence[str], **inputs: Path
 ) -> dict[str, object]:
     files = {"weights": weights or data_dir() / BUNDLED_WEIGHTS, **inputs}
-    seeds = {f"noise of video {n}": seed for n, seed in enumerate(samples.seeds)}
+    seeds = {f"noise {n}": seed for n, seed in enumerate(samples.seeds)}
     record = provenance(list(command), files, seeds=seeds)
     record["threads"] = torch.get_num_threads()
     return record

@@ -105,6 +105,18 @@ def solved_table(
     return table
 
 
+def missed_lines(delivered: Sequence[float], quantity: str, target: float) -> list[str]:
+    """A warning when solving ended with the target missed on the calibration's own videos."""
+    known = [number for number in delivered if not math.isnan(number)]
+    if quantity == "error":
+        missed = max(known) > target
+    else:
+        missed = max(abs(number - target) for number in known) > POINTS_OFF
+    if not missed:
+        return []
+    return [f"warning: {quantity} {target:g} is still missed on the calibration's own videos"]
+
+
 def delivery_lines(delivery: Delivery, requested: float | None) -> list[str]:
     """How free runs of single videos spread, and how far their mean is from the request."""
     videos = delivery.by_video
