@@ -74,8 +74,8 @@ def meaning(problem: Any, dtype) -> Problem:
 def assert_follows_reference(problem: Any, config=SMALL) -> tuple[Any, Any]:
     """Error at most twice that of the same mathematics in 16 bits, plus one rounding."""
     assert kernels.obstacles(problem) == []
-    result = scaled.run(problem, config)
-    truth = reference.run(meaning(problem, torch.float64))
+    result: Any = scaled.run(problem, config)
+    truth: Any = reference.run(meaning(problem, torch.float64))
     plain = reference.run(meaning(problem, torch.float32))
     values, factor = problem.operands.v, problem.scale_output
     expected, single = (x.out.double() for x in (truth, plain))
@@ -99,7 +99,8 @@ def assert_follows_reference(problem: Any, config=SMALL) -> tuple[Any, Any]:
 @every_recipe
 @pytest.mark.parametrize("round_p", [False, True])
 def test_every_recipe_agrees_with_the_reference(recipe, round_p):
-    assert_follows_reference(folded(*make_inputs(100, heads=1), recipe, round_p=round_p))
+    q, k, v = make_inputs(100, heads=1)
+    assert_follows_reference(folded(q, k, v, recipe, round_p=round_p))
 
 
 @every_form
@@ -178,6 +179,16 @@ def test_scales_on_the_device_equal_scales_on_the_host(qk):
     assert torch.equal(by_host, by_device)
 
 
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_decoding_in_one_pass_gives_the_exact_operand(kind):
+    q, k, v = make_inputs(150, dim=128)
+    operands: Any = quantise_operands(q, k, v, QuantRecipe(kind))
+    dtype = scaled.wide(operands)
+    assert torch.equal(scaled.decoded(operands.q, dtype), operands.q.operand(dtype))
+    wide = operands.q.operand(torch.float64)
+    assert torch.equal(operands.q.operand(dtype).double(), wide)
+
+
 @every_form
 def test_summaries_are_those_of_the_decoded_operands(qk):
     q, k, v = make_inputs(150, heads=2, dim=128)
@@ -188,7 +199,7 @@ def test_summaries_are_those_of_the_decoded_operands(qk):
     dtype = scaled.wide(operands)
     assert found.k_mean.dtype == found.v_sum.dtype == dtype
     assert torch.equal(found.lengths, expected.lengths)
-    ulp = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    ulp: Any = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(found.k_mean.float(), expected.k_mean, **ulp)
     torch.testing.assert_close(found.v_sum.float(), expected.v_sum.to(dtype).float(), **ulp)
 

@@ -36,14 +36,18 @@ def compile_scaled(
     constants |= {"WIDE": {"bf16": tl.bfloat16, "fp16": tl.float16}[element], "CONVERT": True}
     constants |= {"NATIVE": config.native_qk, "ROUND": round_p, "FP8": config.fp8}
     constants |= {"TMA": descriptors, "STAGES": config.stages}
+    ahead = not config.native_qk and (not flags.get("ROUTED") or flags.get("SKIP", False))
+    constants |= {"QUERY_FORMAT": "plain" if ahead else form}
+    constants |= {"QUERY_TMA": descriptors and not ahead}
     rows = {"q_src": config.rows, "k_src": config.columns, "v_src": config.columns}
-    kinds = {"q_src": stored, "k_src": stored, "v_src": "fp8e4nv"}
+    kinds = {"q_src": element if ahead else stored, "k_src": stored, "v_src": "fp8e4nv"}
 
     def source(name: str) -> str:
         kind = kinds.get(name, element)
         width = head_dim // 2 if kind == "u8" else head_dim
         block = f"[1, {rows.get(name, 64)}, 1, {width}]"
-        return f"tensordesc<{kind}{block}>" if descriptors else f"*{kind}"
+        through = constants["QUERY_TMA"] if name == "q_src" else descriptors
+        return f"tensordesc<{kind}{block}>" if through else f"*{kind}"
 
     kernel = scaled_attention.scaled_attention
     return _compile(kernel, capability, constants, config.warps, element, source)

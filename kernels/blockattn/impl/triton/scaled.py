@@ -155,6 +155,19 @@ def summary(operands: QuantOperands) -> BlockSummary:
     return BlockSummary(mean, total, block_lengths(keys, BLOCK, value.device))
 
 
+def decoded(x: BlockScaled, dtype: torch.dtype) -> Tensor:
+    """element * block scale, ``[B, T, H, D]``: :meth:`BlockScaled.operand` in one pass."""
+    batch, tokens, heads, dim = x.shape
+    out = torch.empty(x.shape, dtype=dtype, device=x.data.device)
+    codes, words, tiles = _codes(x)
+    kernel: Any = scaled_attention.decode
+    kernel[(num_blocks(tokens, BLOCK), heads, batch)](
+        codes, words, out, *codes.stride()[:3], tokens, heads, tiles,
+        ROWS=BLOCK, D=dim, FORMAT=x.format, WIDE=TRITON_TYPES[dtype], num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def _launch(
     problem: Problem, config: Config, out: Tensor, lse: Tensor | None, dropped: Tensor | None
 ) -> None:
@@ -164,7 +177,14 @@ def _launch(
     query, query_words, query_tiles = _codes(operands.q)
     key, key_words, key_tiles = _codes(operands.k)
     value = operands.v.data
+    query_form = _form(operands)
     tma = _descriptors_fit(query, key, value)
+    query_tma = tma
+    if not config.native_qk and (problem.route is None or problem.skip_threshold is not None):
+        # Read through a pointer, queries stay in shared memory; see the plan of ``attention``.
+        if isinstance(operands.q, BlockScaled):
+            query, query_form = decoded(operands.q, wide(operands)), "plain"
+        query_tma = False
     tiles = num_blocks(queries, config.rows)
     route, none = problem.route, out
     index, count = (none, none) if route is None else problem.lists or route.lists()
@@ -173,7 +193,7 @@ def _launch(
     limit = math.log2(problem.skip_threshold) if problem.skip_threshold else -math.inf
     kernel: Any = scaled_attention.scaled_attention
     kernel[(tiles, heads, batch)](
-        launch._source(query, config.rows, tma), launch._source(key, config.columns, tma),
+        launch._source(query, config.rows, query_tma), launch._source(key, config.columns, tma),
         launch._source(value, config.columns, tma), query_words, key_words, out,
         lse if lse is not None else none,
         index, count, route.words if route is not None else none,
@@ -187,6 +207,7 @@ def _launch(
         ROWS=config.rows, COLUMNS=config.columns, D=dim, FORMAT=_form(operands),
         WIDE=TRITON_TYPES[wide(operands)], NATIVE=config.native_qk, ROUND=problem.round_p,
         FP8=config.fp8, CONVERT=quantise.converts(out.device), TMA=tma,
+        QUERY_TMA=query_tma, QUERY_FORMAT=query_form,
         ROUTED=route is not None, TAIL=problem.tail is not None,
         CAUSAL=problem.causal,
         SKIP=problem.skip_threshold is not None, LSE=lse is not None,

@@ -155,7 +155,7 @@ def _walk(
         tile = following
         following = tl.load(list_ptr + tl.minimum(n + 1, hi - 1)) if ROUTED else n + 1
         start = tile * COLUMNS
-        k, k_scale = _operand(
+        k, k_scale = _operand(  # pyright: ignore[reportGeneralTypeIssues]
             k_src, k_words, k_stride_b, k_stride_t, k_stride_h, batch, key_head, key_heads,
             start, keys, k_tiles, COLUMNS, D, FORMAT, TMA, MASKED,
         )  # fmt: skip
@@ -179,6 +179,10 @@ def _walk(
             objections = tl.sum(((row < queries) & ((gap < limit) == 0)).to(tl.int32))
             if objections > 0:
                 m = tl.maximum(m, top)
+                v = _rows(
+                    v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,
+                    COLUMNS, D, TMA, MASKED,
+                )  # fmt: skip
                 acc, reference, l = _fold(s, v, acc, reference, l, unit, SAFE, ROUND, FP8, CONVERT)
             else:
                 tl.store(drop_ptr + tile, 1)
@@ -197,7 +201,8 @@ def scaled_attention(
     queries, keys, heads, key_heads, query_blocks, key_tiles, words, q_tiles, k_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr,
     WIDE: tl.constexpr, NATIVE: tl.constexpr, ROUND: tl.constexpr, FP8: tl.constexpr,
-    CONVERT: tl.constexpr, TMA: tl.constexpr, ROUTED: tl.constexpr, TAIL: tl.constexpr,
+    CONVERT: tl.constexpr, TMA: tl.constexpr, QUERY_TMA: tl.constexpr,
+    QUERY_FORMAT: tl.constexpr, ROUTED: tl.constexpr, TAIL: tl.constexpr,
     CAUSAL: tl.constexpr, SKIP: tl.constexpr, LSE: tl.constexpr,
     RAGGED: tl.constexpr, SCALE_PTR: tl.constexpr, SCALE_OUTPUT_PTR: tl.constexpr,
     CHANNELS: tl.constexpr, STAGES: tl.constexpr,
@@ -211,13 +216,13 @@ def scaled_attention(
     if SCALE_OUTPUT_PTR:
         scale_output = tl.load(scale_output_ptr)
     unit = scale * LOG2_E
-    q, q_scale = _operand(
+    q, q_scale = _operand(  # pyright: ignore[reportGeneralTypeIssues]
         q_src, q_words_ptr, q_stride_b, q_stride_t, q_stride_h, batch, head, heads,
-        tile * ROWS, queries, q_tiles, ROWS, D, FORMAT, TMA, True,
+        tile * ROWS, queries, q_tiles, ROWS, D, QUERY_FORMAT, QUERY_TMA, True,
     )  # fmt: skip
     decoded = q
-    if FORMAT != "plain" and (TAIL or not NATIVE):
-        decoded = _decode(q, q_scale, FORMAT, D, WIDE)
+    if QUERY_FORMAT != "plain" and (TAIL or not NATIVE):
+        decoded = _decode(q, q_scale, QUERY_FORMAT, D, WIDE)
     if not NATIVE:
         q, q_scale = decoded, decoded
     m = tl.full([ROWS], -float("inf"), tl.float32)
@@ -284,6 +289,23 @@ def scaled_attention(
 
 
 @triton.jit
+def decode(
+    x_src, words_ptr, out_ptr, x_stride_b, x_stride_t, x_stride_h, tokens, heads, tiles,
+    ROWS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Codes ``[B, T, H, ...]`` as contiguous numbers ``[B, T, H, D]`` in WIDE."""
+    start, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
+    codes, scale = _operand(  # pyright: ignore[reportGeneralTypeIssues]
+        x_src, words_ptr, x_stride_b, x_stride_t, x_stride_h, batch, head, heads,
+        start, tokens, tiles, ROWS, D, FORMAT, False, True,
+    )  # fmt: skip
+    row = start + tl.arange(0, ROWS)
+    line = (batch.to(tl.int64) * tokens + row) * heads + head
+    target = out_ptr + line[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(target, _decode(codes, scale, FORMAT, D, WIDE), mask=(row < tokens)[:, None])
+
+
+@triton.jit
 def summaries(
     k_src, v_src, k_words_ptr, k_mean, v_sum,
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
@@ -292,7 +314,7 @@ def summaries(
 ):  # fmt: skip
     """Mean of the decoded keys and sum of the values (without scale) of each block, in WIDE."""
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    k, k_scale = _operand(
+    k, k_scale = _operand(  # pyright: ignore[reportGeneralTypeIssues]
         k_src, k_words_ptr, k_stride_b, k_stride_t, k_stride_h, batch, head, key_heads,
         block * L, keys, k_tiles, L, D, FORMAT, False, True,
     )  # fmt: skip
