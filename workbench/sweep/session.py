@@ -101,6 +101,7 @@ def _progress(store: Store) -> Iterator[Report]:
             line = f"{count}/{total} {case.setting}, seed {case.seed}, {case.prompt}: "
             if isinstance(result, Failure) or not watched:
                 bar.write(line + _told(result), file=sys.stderr)
+                sys.stderr.flush()
 
         yield report
 
