@@ -96,15 +96,16 @@ def compile_preparation(
         ),
     }
     shape = {"D": head_dim, "ROWS": select.ROWS, "COLUMNS": select.COLUMNS}
-    shape |= {"STAGES": select.STAGES}
+    shape |= {"STAGES": select.STAGES.get(capability // 10, 2)}
     for given, scores in ((False, False), (True, False), (True, True)):
         flags = {"GIVEN": given, "SCORES": scores, "BAND": 1, "SPAN": select.SPAN}
+        flags["COLUMNS"] = select.COLUMNS // 2 if scores else select.COLUMNS
         warps = select.MORE_WARPS if scores else select.WARPS
         name = f"select given={given} scores={scores}"
         variants[name] = select._select, shape | flags, warps
     variants["statistics"] = select._statistics, shape | {"EXACT": exact}, select.MORE_WARPS
     for pairs in (False, True):
-        flags = {"PAIRS": pairs, "ROWS": 16, "WIDTH": 16}
+        flags = {"PAIRS": pairs, "ROWS": lists.ELEMENTS // 16, "WIDTH": 16}
         variants[f"lists pairs={pairs}"] = lists._lists, flags, lists.WARPS
     for name, (kernel, flags, warps) in variants.items():
         made[name] = _compile(kernel, capability, flags, warps, element)

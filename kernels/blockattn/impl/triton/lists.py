@@ -1,8 +1,9 @@
 """Index lists of a route from its bit words (Triton), for one query block or for a pair of them.
 
-Plan. One thread owns one word: it counts its bits, a running sum along the row says where its part
-of the list begins, and 32 steps write the places of the bits that are set. No sort, no atomic, no
-host sync; the bytes written are those of the entries that exist.
+Plan. One lane owns one bit of a word, so that a warp writes the entries of a word side by side: a
+running sum over the words of a row says where a word's part of the list begins, the number of set
+bits below its own where a lane's entry goes. No sort, no atomic, no host sync; the bytes written
+are those of the entries that exist.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from torch import Tensor
 
 from blockattn.layout import num_blocks
 
-ELEMENTS = 256  # words per step of a program
+ELEMENTS = 64  # words per step of a program
 WIDEST = 64  # words of a row per step
 WARPS = 4
 
 
 @triton.jit
 def _bits(word):
-    """How many bits of each word are set."""
+    """How many bits of each word are set; compilers know this form and take one instruction."""
+    word = word.to(tl.uint32, bitcast=True)
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24) & 0x3F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -54,15 +56,17 @@ def _lists(
             other = tl.load(source, mask=inside & (second >= 0)[:, None], other=0)
             used = own | other
         count = _bits(used)
-        target = index_ptr + line[:, None] * blocks
-        target += seen[:, None] + tl.cumsum(count, axis=1) - count
-        for bit in tl.static_range(32):
-            here = (used >> bit) & 1
-            entry = place[None, :] * 32 + bit
-            if PAIRS:
-                entry = entry * 4 + ((own >> bit) & 1) + ((other >> bit) & 1) * 2
-            tl.store(target, tl.broadcast_to(entry, [ROWS, WIDTH]), mask=here != 0)
-            target += here
+        begin = seen[:, None] + tl.cumsum(count, axis=1) - count
+        bit = tl.arange(0, 32)[None, None, :]
+        here = used[:, :, None] >> bit
+        entry = (place * 32)[None, :, None] + bit
+        if PAIRS:
+            entry = entry * 4 + ((own[:, :, None] >> bit) & 1)
+            entry += ((other[:, :, None] >> bit) & 1) * 2
+        target = index_ptr + (line * blocks)[:, None, None] + begin[:, :, None]
+        target += _bits(used[:, :, None] & ((1 << bit) - 1))
+        entry = tl.broadcast_to(entry, [ROWS, WIDTH, 32])
+        tl.store(target, entry, mask=(here & 1) != 0)
         seen += tl.sum(count, axis=1)
     tl.store(count_ptr + line, seen, mask=alive)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from blockattn.layout import num_blocks
 
 SUMMARY_WARPS = 2
-CHANNELS = 32  # channels of a program of the centring kernel, and key blocks of its steps
+CHANNELS = 16  # channels of a program of the centring kernel, and key blocks of its steps
 CENTER_ROWS = 256
 CENTER_WARPS = 8
 

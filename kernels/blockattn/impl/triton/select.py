@@ -29,9 +29,18 @@ ROWS = 64
 COLUMNS = 64
 SPAN = 4  # steps of COLUMNS key blocks per program
 WARPS = 4
-MORE_WARPS = 8  # where scores are written or summed: with 4 some GPUs spill
-STAGES = 2
+MORE_WARPS = 8  # where scores are written or summed: with 4 and whole COLUMNS some GPUs spill
+STAGES = {9: 1, 10: 1}  # key tiles in flight by architecture; 2 elsewhere, where 1 spills
 LARGE: tl.constexpr = tl.constexpr(1e9)  # deviation (base-2 logits) beside which no floor counts
+SMALL: tl.constexpr = tl.constexpr(2.0**-44)
+MOST: tl.constexpr = tl.constexpr(2.0**18)  # keeps what lies below SMALL's reach within float16
+
+
+@triton.jit
+def _bits_below(end):
+    """Words whose bits below ``end`` are set, whatever it is."""
+    count = tl.maximum(tl.minimum(end, 32), 0)
+    return tl.where(count == 32, -1, (1 << tl.minimum(count, 31)) - 1)
 
 
 @triton.jit
@@ -39,20 +48,20 @@ def _queries(q_mean_ptr, deviation_ptr, line, group, alive, D: tl.constexpr):
     """Query means in the keys' units, as float16 halves ``[ROWS, D]``.
 
     Returns:
-        Both halves; the root of the sum over channels of (query x deviation)^2 of every row; the
-        power of two that the row was multiplied by, spread included.
+        Both halves; of every row the root of the sum over channels of (query x deviation)^2, and
+        the power of two it was multiplied by.
     """
     channel = tl.arange(0, D)
     rows = q_mean_ptr + line[:, None] * D + channel[None, :]
     queries = tl.load(rows, mask=alive[:, None], other=0.0)
     deviation = tl.load(deviation_ptr + group * D + channel)
-    power = inverse_power(deviation)
-    queries = queries * (1.0 / power)[None, :]
-    near = inverse_power(tl.max(tl.abs(queries), axis=1))
-    queries = queries * near[:, None]
-    parts = queries * (deviation * power)[None, :]
+    # Spreads from 1e-6 to 1e32 have squares that fit; smaller ones drown in the variance floor.
+    parts = queries * (deviation * SMALL)[None, :]
+    spread = tl.sqrt(tl.sum(parts * parts, axis=1)) * (1.0 / SMALL)
+    near = tl.minimum(inverse_power(spread), MOST)
+    queries = queries * (1.0 / inverse_power(deviation))[None, :] * near[:, None]
     upper, lower = halves(queries)
-    return upper, lower, tl.sqrt(tl.sum(parts * parts, axis=1)), near
+    return upper, lower, spread, near
 
 
 @triton.jit
@@ -105,8 +114,8 @@ def _statistics(
                 D, ROWS, COLUMNS,
             )  # fmt: skip
             squares += tl.sum(scores * scores, axis=1)
-        spread = tl.sqrt(squares / blocks)
-    tl.store(std_ptr + line, _with_floor(spread, unit / near, floor), mask=alive)
+        spread = tl.sqrt(squares / blocks) / near
+    tl.store(std_ptr + line, _with_floor(spread, unit, floor), mask=alive)
 
 
 @triton.jit
@@ -126,8 +135,8 @@ def _select(
     if GIVEN:
         std = tl.load(std_ptr + line, mask=alive, other=1.0)
     else:
-        std = _with_floor(spread, unit / near, floor)
-    factor = unit / near / std
+        std = _with_floor(spread, unit, floor)
+    factor = unit / (near * std)
     begin = tile % spans * (SPAN * COLUMNS)
     end = tl.minimum(blocks, begin + SPAN * COLUMNS)
     for start in tl.range(begin, end, COLUMNS, num_stages=STAGES):  # pyright: ignore
@@ -135,21 +144,21 @@ def _select(
             q_upper, q_lower, upper_ptr, lower_ptr, group * blocks, start, blocks, D, ROWS, COLUMNS
         )
         z = scores * factor[:, None]
-        column = start + tl.arange(0, COLUMNS)
-        distance = row[:, None] - column[None, :]
-        exact = (z > tau) | ((distance <= BAND) & (distance >= -BAND))
-        exact = exact | ((column >= sink_start) & (column < sink_stop))[None, :]
-        valid = alive[:, None] & (column < blocks)[None, :]
-        bits = tl.reshape((exact & valid).to(tl.int32), [ROWS, COLUMNS // 32, 32])
+        above = tl.reshape((z > tau).to(tl.int32), [ROWS, COLUMNS // 32, 32])
+        packed = tl.sum(above << tl.arange(0, 32)[None, None, :], axis=2)
+        # Band, sink and the end of the sequence are ranges of bits: a step per word, not per pair.
         word = start // 32 + tl.arange(0, COLUMNS // 32)
-        tl.store(
-            words_ptr + line[:, None] * words + word[None, :],
-            tl.sum(bits << tl.arange(0, 32)[None, None, :], axis=2),
-            mask=alive[:, None] & (word < words)[None, :],
-        )
+        at = row[:, None] - word[None, :] * 32
+        packed = packed | (_bits_below(at + (BAND + 1)) & ~_bits_below(at - BAND))
+        sink = _bits_below(sink_stop - word * 32) & ~_bits_below(sink_start - word * 32)
+        packed = (packed | sink[None, :]) & _bits_below(blocks - word * 32)[None, :]
+        target = words_ptr + line[:, None] * words + word[None, :]
+        tl.store(target, packed, mask=alive[:, None] & (word < words)[None, :])
         if SCORES:
             # Within a head offsets are 32 bits wide, which saves a register each.
             base = z_ptr + (batch.to(tl.int64) * heads + head) * blocks * blocks
+            column = start + tl.arange(0, COLUMNS)
+            valid = alive[:, None] & (column < blocks)[None, :]
             tl.store(base + row[:, None] * blocks + column[None, :], z, mask=valid)
 
 
@@ -167,6 +176,12 @@ class Selection:
     z: Tensor | None
     mean: Tensor | None
     std: Tensor | None
+
+
+def stages(device: torch.device) -> int:
+    """Key tiles in flight on a device; the interpreter does not care."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    return STAGES.get(major, 2)
 
 
 def select(
@@ -198,8 +213,9 @@ def select(
     z = buffer(blocks, blocks) if scores else None
     mean, std = (buffer(blocks), buffer(blocks)) if exact or scores else (None, None)
     sources = (q_mean, keys.upper, keys.lower, keys.deviation)
-    shape = {"D": dim, "ROWS": ROWS, "COLUMNS": COLUMNS, "STAGES": STAGES}
-    tiles, spans = num_blocks(blocks, ROWS), num_blocks(blocks, COLUMNS * SPAN)
+    columns = COLUMNS // 2 if scores else COLUMNS
+    shape = {"D": dim, "ROWS": ROWS, "COLUMNS": columns, "STAGES": stages(q_mean.device)}
+    tiles, spans = num_blocks(blocks, ROWS), num_blocks(blocks, columns * SPAN)
     if std is not None:
         statistics: Any = _statistics
         statistics[(tiles, heads, batch)](
