@@ -132,6 +132,11 @@ def test_a_target_out_of_reach_names_the_reach(algorithm: str, why: str):
         solve_density(calibration, 0.01)
 
 
+def test_a_drift_that_puts_the_target_out_of_reach_is_named():
+    with pytest.raises(ValueError, match=r"target_density=0\.9500 .* takes 1\.0500 on dense calls"):
+        solve_density(small_calibration("sol_attn"), 0.95, drift=-0.1)
+
+
 def test_a_form_without_a_sparse_call_is_refused():
     with pytest.raises(ValueError, match="leave no call sparse"):
         solve_density(small_calibration("sol_attn"), 0.5, Form(dense_layers=(0, 1)))

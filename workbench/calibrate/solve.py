@@ -92,7 +92,9 @@ def solve_density(
     wanted = torch.full((count,), target, dtype=torch.float64) - drift
     offsets = form.offsets(times)
     mean = calls_mean(calibration)
-    low, high = _bracket(calibration.algorithm, form, mean, groups, wanted, times=times)
+    low, high = _bracket(
+        calibration.algorithm, form, mean, groups, wanted, times=times, target=target
+    )
 
     def density(levels: Tensor) -> Tensor:
         return by_group(mean(spread(levels, groups, offsets)), groups, count)
@@ -175,7 +177,14 @@ def _check_layers(form: Form, layers: int) -> None:
 
 
 def _bracket(
-    algorithm: str, form: Form, mean: Mean, groups: Tensor, wanted: Tensor, *, times: list[float]
+    algorithm: str,
+    form: Form,
+    mean: Mean,
+    groups: Tensor,
+    wanted: Tensor,
+    *,
+    times: list[float],
+    target: float,
 ) -> tuple[Tensor, Tensor]:
     """Levels at which every group is denser and sparser than wanted.
 
@@ -193,8 +202,12 @@ def _bracket(
             why = (
                 "band blocks are always exact" if algorithm == "sol_attn" else "lambda is at most 1"
             )
+            need = float(wanted[group])
+            drifted = (
+                "" if need == target else f" takes {need:.4f} on dense calls, as free runs drift;"
+            )
             raise ValueError(
-                f"target_density={float(wanted[group]):.4f} for {form.group_name(group)}: the "
+                f"target_density={target:.4f} for {form.group_name(group)}:{drifted} the "
                 f"calibration reaches {low:.4f} to {high:.4f} ({why}); choose a density in between"
             )
     return ends[0], ends[1]
