@@ -82,6 +82,8 @@ CASES = {
     "scaled": {"scale": 0.05, "scale_output": 2.0},
     "skip": {"skip_threshold": 0.6, "skip_tile": (64, 64)},
     "skip causal": {"skip_threshold": 0.6, "skip_tile": (64, 64), "causal": True},
+    "skip 128": {"skip_threshold": 0.6, "skip_tile": (128, 128)},
+    "skip 128 causal": {"skip_threshold": 0.6, "skip_tile": (128, 128), "causal": True},
 }
 
 
@@ -90,6 +92,21 @@ CASES = {
 def test_the_full_range_agrees_with_the_reference(name, tokens):
     q, k, v = make_inputs(tokens)
     result, truth = assert_follows_reference(make_problem(q, k, v, want_trace=True, **CASES[name]))
+    assert result.skipped == truth.skipped
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_the_planted_tiles_are_dropped_and_no_other(tile):
+    # Kept and dropped tiles take turns: what a kept tile leaves behind must not sway later votes.
+    q, k, v = make_inputs(9 * tile - 5, dim=128)
+    weak = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1, 0], dtype=torch.bool, device=DEVICE)
+    factor = torch.where(weak, 0.01, 6.0).repeat_interleave(tile)[: k.shape[1]]
+    k = (k.float() * factor[:, None, None]).to(k.dtype)
+    problem = make_problem(
+        q, k, v, skip_threshold=0.05, skip_tile=(tile, tile), scale=0.1, want_trace=True
+    )
+    result, truth = assert_follows_reference(problem)
+    assert torch.equal(result.skipped.dense(), weak.expand(*result.skipped.shape))
     assert result.skipped == truth.skipped
 
 

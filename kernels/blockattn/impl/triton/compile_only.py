@@ -56,22 +56,41 @@ class Resources:
 
 
 def compile_attention(
-    capability: int, *, head_dim: int = 128, element: str = "bf16", **flags: bool
+    capability: int,
+    *,
+    head_dim: int = 128,
+    element: str = "bf16",
+    skip_tile: tuple[int, int] = (64, 64),
+    **flags: bool,
 ) -> Resources:
     """One variant of the attention kernel; ``flags`` are its upper-case switches, default off."""
     plain = not any(flags.get(name) for name in ("ROUTED", "SKIP", "LENGTHS"))
-    config = launch.configuration(divmod(capability, 10), plain=plain)
+    config = launch.configuration(
+        divmod(capability, 10),
+        plain=plain,
+        routed=flags.get("ROUTED", False),
+        skip_tile=skip_tile if flags.get("SKIP") else None,
+    )
     descriptors = capability >= 90
+    query = descriptors and launch.query_through_descriptor(
+        divmod(capability, 10),
+        skip=flags.get("SKIP", False),
+        plain=plain and not flags.get("CAUSAL", False),
+    )
     constants = dict.fromkeys(_switches(attention.attention), False) | flags
     constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "D": head_dim}
-    constants |= {"TMA": descriptors, "STAGES": config.stages}
+    constants |= {"TMA": descriptors, "QUERY_TMA": query, "STAGES": config.stages}
+    constants["HOPPER"] = capability // 10 == 9
     tiles = {"q_src": config.rows, "k_src": config.columns, "v_src": config.columns}
 
     def source(name: str) -> str:
         block = f"[1, {tiles.get(name, 64)}, 1, {head_dim}]"
-        return f"tensordesc<{element}{block}>" if descriptors else f"*{element}"
+        through = query if name == "q_src" else descriptors
+        return f"tensordesc<{element}{block}>" if through else f"*{element}"
 
-    return _compile(attention.attention, capability, constants, config.warps, element, source)
+    return _compile(
+        attention.attention, capability, constants, config.warps, element, source, config.options
+    )
 
 
 def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16") -> Resources:

@@ -19,28 +19,78 @@ from blockattn.route import BlockRoute
 
 @dataclass(frozen=True)
 class Config:
-    """Tile and pipeline of one launch; fixed per kind of call, never retuned per length."""
+    """Tile and pipeline of one launch; fixed per kind of call, never retuned per length.
+
+    Attributes:
+        rows, columns: queries and keys of a tile.
+        warps, stages: of a program; tiles in flight.
+        registers: limit per thread, so that more programs share a processor; None leaves it.
+    """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler is told besides the tile."""
+        found = {"num_warps": self.warps}
+        return found if self.registers is None else found | {"maxnreg": self.registers}
 
 
 def configure(problem: Problem) -> Config:
     """The configuration of a call on the GPU its tensors are on."""
-    device = problem.q.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return configuration(capability, plain=problem.plain)
+    skip_tile = None if problem.skip_threshold is None else problem.skip_tile
+    return configuration(
+        capability_of(problem.q.device),
+        plain=problem.plain,
+        routed=problem.route is not None,
+        skip_tile=skip_tile,
+    )
 
 
-def configuration(capability: tuple[int, int], *, plain: bool) -> Config:
-    """The configuration of an architecture; ``plain`` is dense attention, without a skip vote."""
+def configuration(
+    capability: tuple[int, int],
+    *,
+    plain: bool,
+    routed: bool = False,
+    skip_tile: tuple[int, int] | None = None,
+) -> Config:
+    """The configuration of an architecture.
+
+    Args:
+        capability: compute capability, major and minor.
+        plain: dense attention, without a skip vote.
+        routed: attention of a route.
+        skip_tile: of the vote, where there is one.
+    """
     if capability[0] not in (9, 10):  # 99 kB of shared memory, products in registers
         return Config(rows=64, columns=64, warps=8, stages=2)
     if plain:
         return Config(rows=128, columns=128, warps=8, stages=3)
+    if skip_tile == (128, 128):  # with more stages registers spill on 10.x
+        return Config(rows=128, columns=128, warps=8, stages=3 if capability[0] == 9 else 1)
+    if skip_tile is not None and not routed and capability[0] == 9:
+        return Config(rows=64, columns=64, warps=4, stages=2, registers=168)
     return Config(rows=64, columns=64, warps=4, stages=3)
+
+
+def query_through_descriptor(capability: tuple[int, int], *, skip: bool, plain: bool) -> bool:
+    """Q is loaded like K and V; see the kernel's plan for when it must or should not be.
+
+    Args:
+        capability: compute capability, major and minor.
+        skip: with a vote.
+        plain: dense attention, not causal (with the causal mask as well, registers would spill).
+    """
+    return not (skip or (plain and capability[0] == 9))
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability; the interpreter stands for a GPU with every feature used here."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def run(problem: Problem, config: Config | None = None) -> Result:
@@ -87,6 +137,11 @@ def _launch(
         partial = torch.empty(splits, lines, dim, dtype=torch.float32, device=out.device)
         partial_lse = torch.empty(splits, lines, dtype=torch.float32, device=out.device)
     tma = _descriptors_fit(problem)
+    query_tma = tma and query_through_descriptor(
+        capability_of(out.device),
+        skip=problem.skip_threshold is not None,
+        plain=problem.plain and not problem.causal,
+    )
     route, tail, none = problem.route, problem.tail, problem.q
     index, count = none, none
     if route is not None:
@@ -98,7 +153,7 @@ def _launch(
         limit = math.log2(problem.skip_threshold)
     kernel: Any = kernels.attention
     kernel[(tiles, heads, batch * splits)](
-        _source(problem.q, config.rows, tma), _source(problem.k, config.columns, tma),
+        _source(problem.q, config.rows, query_tma), _source(problem.k, config.columns, tma),
         _source(problem.v, config.columns, tma), out,
         partial_lse if partial_lse is not None else (lse if lse is not None else none),
         partial if partial is not None else none,
@@ -111,14 +166,14 @@ def _launch(
         *out.stride()[:3],
         queries, keys, heads, key_heads, tiles, num_blocks(keys, config.columns),
         route.words.shape[3] if route is not None else 0, splits, lines,
-        ROWS=config.rows, COLUMNS=config.columns, D=dim, TMA=tma,
+        ROWS=config.rows, COLUMNS=config.columns, D=dim, TMA=tma, QUERY_TMA=query_tma,
         ROUTED=route is not None, TAIL=tail is not None,
         LENGTHS=problem.block_lengths is not None, CAUSAL=problem.causal,
         SKIP=problem.skip_threshold is not None, LSE=lse is not None, SPLIT=splits > 1,
         RAGGED=keys % config.columns != 0,
         SCALE_PTR=isinstance(problem.scale, Tensor),
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor),
-        STAGES=config.stages, num_warps=config.warps,
+        HOPPER=capability_of(out.device)[0] == 9, STAGES=config.stages, **config.options,
     )  # fmt: skip
     if partial is None:
         return
@@ -145,12 +200,9 @@ def _scale(value: float | Tensor, unused: Tensor) -> tuple[float, Tensor]:
 
 def _descriptors_fit(problem: Problem) -> bool:
     """q, k and v can be read through the tensor memory accelerator (or its interpreter)."""
-    if problem.q.device.type == "cuda" and torch.cuda.get_device_capability(problem.q.device) < (
-        9,
-        0,
-    ):
-        return False
-    return all(_descriptor_fits(x) for x in (problem.q, problem.k, problem.v))
+    return capability_of(problem.q.device) >= (9, 0) and all(
+        _descriptor_fits(x) for x in (problem.q, problem.k, problem.v)
+    )
 
 
 def _descriptor_fits(x: Tensor) -> bool:
