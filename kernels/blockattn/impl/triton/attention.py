@@ -163,7 +163,8 @@ def attention(
     queries, keys, heads, key_heads, query_tiles, key_tiles, words, splits, lines,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
     QUERY_TMA: tl.constexpr, ROUTED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, SKIP: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr, RAGGED: tl.constexpr,
+    CAUSAL: tl.constexpr, SKIP: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
+    RAGGED: tl.constexpr,
     SCALE_PTR: tl.constexpr, SCALE_OUTPUT_PTR: tl.constexpr, HOPPER: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
