@@ -129,9 +129,10 @@ def draw_delivery(
             ax.plot(x + 0.12, video, "_", color=QUERY, markersize=9, alpha=0.6)
     ax.plot(x + 0.12, array(delivered), "o", color=QUERY, markersize=7, label="delivered (sparse)")
     tidy(ax, xlabel="", ylabel=ylabel, title=title)
-    ax.set_xticks(x, groups, rotation=0 if len(groups) < 4 else 30, fontsize=SMALL)
+    few = len(groups) < 4
+    ax.set_xticks(x, groups, rotation=0 if few else 30, fontsize=SMALL)
     ax.set_xlim(-0.6, len(groups) - 0.4)
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.09), "ncols": 3}
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.09 if few else -0.19), "ncols": 3}
     ax.legend(frameon=False, fontsize=SMALL, labelcolor=INK, **place)
 
 
