@@ -14,7 +14,7 @@ from workbench import decisions
 from workbench.capture import QKV
 from workbench.probe import attention_error
 from workbench.synthetic import synthetic_qkv
-from workbench.widgets import TauTuner, TunerState, session
+from workbench.widgets import TauTuner, TunerState, capture_session, session
 from workbench.widgets.debounce import Debouncer
 
 GRID = TokenGrid((4, 8, 10))
@@ -161,7 +161,7 @@ def test_a_run_that_was_dense_is_called_dense(tuner: TauTuner):
 
 
 def test_a_call_that_is_too_long_waits_for_the_button(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(session.AUTOMATIC_FLOPS, "cpu", 1.0)
+    monkeypatch.setitem(capture_session.AUTOMATIC_FLOPS, "cpu", 1.0)
     tuner = TauTuner(capture_of(), device="cpu")
     assert tuner.measured is None
     assert "press “Measure error”" in tuner.what_ran
@@ -193,7 +193,7 @@ def test_updates_are_small_and_a_reader_without_kernel_gets_the_picture(tuner: T
 
 def test_a_burst_of_slider_events_makes_one_picture_on_the_same_figure(tuner: TauTuner):
     drawn = []
-    figure = tuner._route_panel.figure
+    figure = tuner._map_panel.figure
     tuner._measure._wait = 60  # the call waits for the flush, however slow this machine is
     tuner._picture.observe(lambda change: drawn.append(change["new"]), names="value")
 
@@ -211,7 +211,7 @@ def test_a_burst_of_slider_events_makes_one_picture_on_the_same_figure(tuner: Ta
     assert tuner.measured is not None
     assert tuner.view is not None
     assert tuner.view.state.tau == pytest.approx(2.45)
-    assert tuner._route_panel.figure is figure
+    assert tuner._map_panel.figure is figure
     assert len(figure.axes) == 4
 
 

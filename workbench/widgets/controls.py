@@ -1,4 +1,4 @@
-"""The tuner's knobs: labelled, with units, usable from the keyboard."""
+"""The knobs of TauTuner: labelled, with units, usable from the keyboard."""
 
 from __future__ import annotations
 

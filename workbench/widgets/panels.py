@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from workbench import decisions, views
-from workbench.widgets.session import CURVE_TAUS, Measured, TunerView
+from workbench.widgets.capture_session import Measured
+from workbench.widgets.session import CURVE_TAUS, TunerView
 
 WIDTH = 12.4
 HEIGHT = 6.3
@@ -77,15 +79,17 @@ class RoutePanel:
 class FramesPanel:
     """The key blocks that the chosen query block attends exactly, on the frames of the video."""
 
-    def __init__(self, shape: tuple[int, int, int], video: Tensor | None):
+    def __init__(
+        self, shape: tuple[int, int, int], video: Tensor | None, title_of: Callable[[Any], str]
+    ):
         size = views.frames_size(shape, WIDTH)
         self.figure = Figure(figsize=size, dpi=DPI, facecolor="white")
         FigureCanvasAgg(self.figure)
-        self._video = video
+        self._video, self._title_of = video, title_of
 
-    def draw(self, view: TunerView) -> bytes:
+    def draw(self, view: Any) -> bytes:
         """PNG of a view."""
         self.figure.clear()
-        place = f"query block {view.state.query_block} · {title_of(view)}"
+        place = f"query block {view.state.query_block} · {self._title_of(view)}"
         views.draw_frames(self.figure, view.selected, view.own, self._video, title=place)
         return views.to_png(self.figure)

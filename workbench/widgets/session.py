@@ -6,49 +6,18 @@ again; real attention calls are kept for each setting.
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockattn import (
-    AttentionTrace,
-    BlockScores,
-    TokenGrid,
-    attend,
-    sol_attention,
-    sol_scores,
-)
+from blockattn import AttentionTrace, BlockScores, sol_attention, sol_scores
 from workbench import decisions
 from workbench.capture import QKV
-from workbench.probe import attention_error
+from workbench.widgets.capture_session import CaptureLike, Measured, Recent, TunerSession
 
 CURVE_TAUS = [round(-1 + 0.1 * n, 1) for n in range(51)]
-# Above this many multiply-adds x 2 of dense attention, errors are measured on request only.
-AUTOMATIC_FLOPS = {"cpu": 1e11, "cuda": 1e14}
-
-Item = TypeVar("Item")
-
-
-class CaptureLike(Protocol):
-    """What the tuner needs of a capture; :class:`workbench.capture.reader.Capture` has it."""
-
-    grid: TokenGrid
-    entries: list[tuple[int, int]]
-    title: str
-
-    @property
-    def video(self) -> Tensor | None:
-        """uint8 ``[frames, height, width, 3]`` or None."""
-        ...
-
-    def load(self, layer: int, step: int) -> QKV:
-        """q, k, v of one attention call."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -94,78 +63,12 @@ class TunerView:
     explanation: decisions.PairExplanation
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A real sparse call next to the dense one.
-
-    Attributes:
-        trace: what ran, and why nothing faster did.
-        relative_l2: float64 ``[H]``, error of each head against dense.
-        seconds: wall time of the sparse call, routing included (one call, not a benchmark).
-    """
-
-    trace: AttentionTrace
-    relative_l2: Tensor
-    seconds: float
-
-
-class Recent:
-    """The newest few results by key."""
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._items: OrderedDict[Any, Any] = OrderedDict()
-
-    def peek(self, key: Any) -> Any | None:
-        """What is stored, or None."""
-        return self._items.get(key)
-
-    def get(self, key: Any, make: Callable[[], Item]) -> Item:
-        """What is stored, or else made now and stored."""
-        if key not in self._items:
-            self._items[key] = make()
-        self._items.move_to_end(key)
-        while len(self._items) > self._limit:
-            self._items.popitem(last=False)
-        return self._items[key]
-
-
-class TuneSession:
-    """Answers of one capture on one device; the first sequence of a batch is used.
-
-    Args:
-        capture: where q, k, v come from.
-        device: where to compute; by default CUDA when there is a GPU.
-    """
+class TuneSession(TunerSession):
+    """Scores and calls of Sol-Attn on one capture."""
 
     def __init__(self, capture: CaptureLike, device: torch.device | str | None = None):
-        if not capture.entries:
-            raise ValueError("capture: it holds no (layer, step); record at least one")
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self.capture = capture
-        self.device = torch.device(default if device is None else device)
-        self._inputs, self._dense, self._scores, self._calls = (Recent(n) for n in (3, 3, 12, 200))
-        self.heads, self.head_dim = self.inputs(*capture.entries[0]).q.shape[2:]
-
-    @property
-    def flops(self) -> float:
-        """Operations of one dense call: 4 H D T^2."""
-        return 4.0 * self.heads * self.head_dim * self.capture.grid.tokens**2
-
-    @property
-    def automatic(self) -> bool:
-        """Whether an attention call is short enough to follow every setting."""
-        return self.flops <= AUTOMATIC_FLOPS.get(self.device.type, AUTOMATIC_FLOPS["cpu"])
-
-    def inputs(self, layer: int, step: int) -> QKV:
-        """q, k, v on the device."""
-
-        def make() -> QKV:
-            loaded = self.capture.load(layer, step)
-            q, k, v = (x[:1].to(self.device) for x in (loaded.q, loaded.k, loaded.v))
-            return QKV(q, k, v, loaded.layer, loaded.step, loaded.time)
-
-        return self._inputs.get((layer, step), make)
+        super().__init__(capture, device)
+        self._scores, self._calls = Recent(12), Recent(200)
 
     def scores(self, state: TunerState) -> tuple[BlockScores, Tensor]:
         """Scores of every block pair, and the density curve ``[H, n]`` that follows from them."""
@@ -208,22 +111,8 @@ class TuneSession:
         return self._calls.get(state.setting, lambda: self._measure(state))
 
     def _measure(self, state: TunerState) -> Measured:
-        x = self.inputs(state.layer, state.step)
-        dense = self._dense.get((state.layer, state.step), lambda: attend(x.q, x.k, x.v))
-        start = self._now()
-        out, trace = sol_attention(
-            x.q,
-            x.k,
-            x.v,
-            tau=state.tau,
-            thresh_type=state.thresh_type,
-            sink_tokens=state.sink_tokens,
-            return_trace=True,
-        )
-        seconds = self._now() - start
-        return Measured(trace, attention_error(out, dense).relative_l2[0].cpu(), seconds)
+        def call(x: QKV) -> tuple[Tensor, AttentionTrace]:
+            settings = {"thresh_type": state.thresh_type, "sink_tokens": state.sink_tokens}
+            return sol_attention(x.q, x.k, x.v, tau=state.tau, **settings, return_trace=True)
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return self.run(state.layer, state.step, call)

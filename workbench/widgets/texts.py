@@ -1,4 +1,4 @@
-"""The tuner's lines of text, as HTML that a screen reader follows."""
+"""The panels' lines of text, as HTML that a screen reader follows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 from torch import Tensor
 
-from workbench.widgets.session import Measured, TunerState, TuneSession
+from workbench.widgets.capture_session import CaptureSession, Measured
 
 LINE = "margin:2px 0;line-height:1.45;font-size:13px"
 ALERT = (
@@ -16,7 +16,7 @@ ALERT = (
 )
 
 
-def heading(session: TuneSession) -> str:
+def heading(session: CaptureSession) -> str:
     """What is being looked at, and where it is computed."""
     capture = session.capture
     t, h, w = capture.grid.shape
@@ -32,12 +32,17 @@ def lines(*texts: str) -> str:
     return "".join(f'<div style="{LINE}">{escape(text)}</div>' for text in texts)
 
 
+def status(body: str) -> str:
+    """A line of HTML whose changes are read out; what is not markup in it is escaped already."""
+    return f'<div role="status" aria-live="polite" style="{LINE}">{body}</div>'
+
+
 def what_ran(
-    session: TuneSession, state: TunerState, measured: Measured | None, *, failed: bool = False
+    session: CaptureSession, measured: Measured | None, head: int, *, failed: bool = False
 ) -> str:
     """Implementation, reasons, delivered density and error of the real sparse call."""
     if measured is not None:
-        body = _ran(measured, state)
+        body = f"<b>What ran:</b> {call(measured, head)}"
     elif failed:
         body = "<b>What ran:</b> nothing: the sparse call failed, see the error above"
     elif session.automatic:
@@ -47,7 +52,7 @@ def what_ran(
             f"<b>What ran:</b> nothing yet. One dense call takes {session.flops / 1e9:,.0f} GFLOP "
             f"on {session.device}; press “Measure error” to run it"
         )
-    return f'<div role="status" aria-live="polite" style="{LINE}">{body}</div>'
+    return status(body)
 
 
 def problems(errors: Mapping[str, Exception]) -> str:
@@ -60,16 +65,17 @@ def problems(errors: Mapping[str, Exception]) -> str:
     return "".join(texts)
 
 
-def _ran(measured: Measured, state: TunerState) -> str:
+def call(measured: Measured, head: int) -> str:
+    """What ran, delivered density, time, error of each head, and why nothing faster ran."""
     trace = measured.trace
     reasons = "; ".join(escape(str(reason)) for reason in trace.reasons)
     faster = f" Not faster: {reasons}." if reasons else " It is the first choice for this call."
     dense = " <b>Nothing was sparse: this ran dense.</b>" if trace.density == 1 else ""
     names = f"{escape(trace.algorithm)} on implementation <b>{escape(trace.impl)}</b>"
     return (
-        f"<b>What ran:</b> {names}, delivered density <b>{trace.density:.4f}</b> over all heads, "
+        f"{names}, delivered density <b>{trace.density:.4f}</b> over all heads, "
         f"{measured.seconds * 1e3:,.0f} ms with routing (one call).{dense} Relative L2 error "
-        f"against dense: {_errors(measured.relative_l2, state.head)}.{faster}"
+        f"against dense: {_errors(measured.relative_l2, head)}.{faster}"
     )
 
 
