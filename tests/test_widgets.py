@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from blockattn import TokenGrid, attend, sol_attention, sol_route, sol_scores
+from blockattn import attend, sol_attention, sol_route, sol_scores
+from tests.panel_inputs import GRID, PNG, capture_of, load, turn
 from workbench import decisions
-from workbench.capture import QKV
 from workbench.probe import attention_error
-from workbench.synthetic import synthetic_qkv
 from workbench.widgets import TauTuner, TunerState, capture_session, session
 from workbench.widgets.debounce import Debouncer
-
-GRID = TokenGrid((4, 8, 10))
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def load(layer: int, step: int) -> QKV:
-    call = synthetic_qkv(GRID, heads=2, head_dim=32, seed=10 * layer + step, dtype=torch.float32)
-    return QKV(call.q, call.k, call.v, layer, step, 0.5)
-
-
-def capture_of(entries=((1, 3), (1, 9), (4, 9)), load=load) -> SimpleNamespace:
-    video = torch.arange(8 * 16 * 20 * 3).remainder(256).to(torch.uint8).reshape(8, 16, 20, 3)
-    return SimpleNamespace(
-        grid=GRID, entries=list(entries), title="synthetic <test>", video=video, load=load
-    )
-
-
-def turn(tuner: TauTuner, **knobs) -> None:
-    """Sets several knobs as in a notebook, where an event loop runs, and waits for the result."""
-
-    async def set_all():
-        for knob, value in knobs.items():
-            getattr(tuner.controls, knob).value = value
-        tuner.flush()
-
-    asyncio.run(set_all())
 
 
 @pytest.fixture

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from workbench.decisions import Decision, pooled_density
 from workbench.views.blocks import below_map, class_legend, draw_classes, label_blocks
-from workbench.views.style import DECISIONS, FAINT, MUTED, QUERY, SMALL, array
+from workbench.views.marks import mark_frames, mark_row
+from workbench.views.style import DECISIONS, FAINT, array
 
 PIXELS = 512  # larger maps are shown as pooled density
 # From the colour of approximate blocks to that of exact ones.
@@ -51,9 +51,9 @@ def draw_route(
         numbers = np.bincount(grid.ravel(), minlength=len(Decision))
         class_legend(ax, DECISIONS, {code: int(numbers[code]) for code in Decision})
     label_blocks(ax, "block", title, pad=17 if len(frame_edges) > 2 else 6)
-    _mark_frames(ax, frame_edges)
+    mark_frames(ax, frame_edges)
     if query is not None:
-        _mark_row(ax, query, key, grid.shape[1])
+        mark_row(ax, query, key, grid.shape[1])
 
 
 def _draw_pooled(ax: Axes, grid: np.ndarray) -> None:
@@ -70,41 +70,3 @@ def _draw_pooled(ax: Axes, grid: np.ndarray) -> None:
     handles = [Patch(facecolor=RAMP(x), edgecolor=FAINT, label=text) for text, x in levels]
     rule = f"1 pixel = mean of {factor} x {factor} pairs"
     below_map(ax, [*handles, Patch(alpha=0, label=rule)])
-
-
-def _mark_frames(ax: Axes, edges: Sequence[float]) -> None:
-    """Thin lines between latent frames and their numbers along the top."""
-    if len(edges) < 3:
-        return
-    width = 0.9 if edges[-1] <= PIXELS else 0.5
-    for across, edge in itertools.product((ax.axhline, ax.axvline), edges[1:-1]):
-        across(edge - 0.5, color=FAINT, linewidth=width)
-    stride = -(-(len(edges) - 1) // 12)
-    quiet = {"ha": "center", "va": "bottom", "fontsize": SMALL - 1, "color": MUTED}
-    for frame in range(0, len(edges) - 1, stride):
-        x = (edges[frame] + edges[frame + 1]) / 2 - 0.5
-        ax.text(x, 1.006, f"t {frame}", transform=ax.get_xaxis_transform(), **quiet)
-
-
-def _mark_row(ax: Axes, query: int, key: int | None, columns: int) -> None:
-    """Frame around the chosen query block's row, an arrow beside it, a box around the key block."""
-    width = 1.6 if columns <= 128 else 0.6
-    row = Rectangle((-0.5, query - 0.5), columns, 1, fill=False, edgecolor=QUERY, linewidth=width)
-    ax.add_patch(row)
-    right = columns - 0.5
-    arrow = {"arrowstyle": "-|>", "color": QUERY, "linewidth": 1.6}
-    tail = (14, 0)
-    ax.annotate(
-        "",
-        (right, query),
-        tail,
-        textcoords="offset points",
-        arrowprops=arrow,
-        annotation_clip=False,
-    )
-    if key is None:
-        return
-    size = max(1.0, columns / 40)
-    corner = (key - size / 2, query - size / 2)
-    ax.add_patch(Rectangle(corner, size, size, fill=False, edgecolor="white", linewidth=4))
-    ax.add_patch(Rectangle(corner, size, size, fill=False, edgecolor=QUERY, linewidth=2))

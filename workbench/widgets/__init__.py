@@ -2,5 +2,6 @@
 
 from workbench.widgets.session import TunerState
 from workbench.widgets.tau_tuner import TauTuner
+from workbench.widgets.threshold_tuner import ThresholdTuner
 
-__all__ = ["TauTuner", "TunerState"]
+__all__ = ["TauTuner", "ThresholdTuner", "TunerState"]

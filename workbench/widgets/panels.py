@@ -80,16 +80,24 @@ class FramesPanel:
     """The key blocks that the chosen query block attends exactly, on the frames of the video."""
 
     def __init__(
-        self, shape: tuple[int, int, int], video: Tensor | None, title_of: Callable[[Any], str]
+        self,
+        shape: tuple[int, int, int],
+        video: Tensor | None,
+        title_of: Callable[[Any], str],
+        what: str = "query block",
+        rest: str = "approximate",
     ):
         size = views.frames_size(shape, WIDTH)
         self.figure = Figure(figsize=size, dpi=DPI, facecolor="white")
         FigureCanvasAgg(self.figure)
         self._video, self._title_of = video, title_of
+        self._what, self._rest = what, rest
 
     def draw(self, view: Any) -> bytes:
         """PNG of a view."""
         self.figure.clear()
-        place = f"query block {view.state.query_block} · {self._title_of(view)}"
-        views.draw_frames(self.figure, view.selected, view.own, self._video, title=place)
+        title = f"{self._what} {view.state.query_block} · {self._title_of(view)}"
+        views.draw_frames(
+            self.figure, view.selected, view.own, self._video, title=title, rest=self._rest
+        )
         return views.to_png(self.figure)

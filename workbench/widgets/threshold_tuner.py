@@ -1,0 +1,110 @@
+"""ThresholdTuner: turn the threshold of SkipSoftmax; see which tiles are dropped at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from workbench import decisions, views
+from workbench.widgets.capture_session import CaptureLike, Measured
+from workbench.widgets.panels import DPI, HEIGHT, WIDTH, FramesPanel
+from workbench.widgets.skip_controls import TILES, SkipControls
+from workbench.widgets.skip_session import (
+    CURVE_LOG2,
+    LOWEST,
+    SkipSession,
+    SkipView,
+    describe_threshold,
+)
+from workbench.widgets.tuner import Tuner
+
+
+class ThresholdTuner(Tuner):
+    """Interactive tuning of SkipSoftmax on one capture.
+
+    Pictures follow the controls at once, from gaps that serve every threshold. When the controls
+    rest, the real call runs and is compared with dense.
+
+    Args:
+        capture: a :class:`workbench.capture.reader.Capture`, or anything with the same attributes.
+        device: where to compute; by default CUDA when there is a GPU.
+
+    Attributes:
+        view: :class:`workbench.widgets.skip_session.SkipView`.
+    """
+
+    def __init__(self, capture: CaptureLike, device: torch.device | str | None = None):
+        session, grid = SkipSession(capture, device), capture.grid
+        frames = FramesPanel(grid.shape, capture.video, title_of, "query tile", "skipped")
+        edges = {tile: decisions.frame_edges(grid, tile) for tile in TILES}
+        super().__init__(session, SkipControls(session), SkipPanel(edges), frames)
+
+    def _describe(self, view: SkipView) -> str:
+        units = describe_threshold(view.state.log2_threshold, self.session.capture.grid.tokens)
+        return f"{decisions.describe_skip(view.states)} {units}"
+
+    def _explain(self, view: SkipView) -> str:
+        return str(view.explanation)
+
+
+def title_of(view: SkipView) -> str:
+    """Layer, step, head, threshold and density, as every picture names them."""
+    state = view.state
+    return (
+        f"layer {state.layer} · step {state.step} · head {state.head} · "
+        f"log2(lambda) {state.log2_threshold:.2f} · density {float(view.density[state.head]):.3f}"
+    )
+
+
+class SkipPanel:
+    """Skip map, density curve, histogram of the gaps, density and error of every head."""
+
+    def __init__(self, frame_edges: Mapping[int, Sequence[float]]):
+        self.figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white")
+        FigureCanvasAgg(self.figure)
+        self._frame_edges = frame_edges
+        self._map = self.figure.add_axes((0.052, 0.125, 5.1 / WIDTH, 5.1 / HEIGHT))
+        self._curve = self.figure.add_axes((0.538, 0.567, 0.192, 0.367))
+        self._histogram = self.figure.add_axes((0.796, 0.567, 0.192, 0.367))
+        self._heads = self.figure.add_axes((0.538, 0.125, 0.34, 0.285))
+
+    def draw(self, view: SkipView, measured: Measured | None) -> bytes:
+        """PNG of a view; without a measurement the errors are ellipses."""
+        state, density = view.state, float(view.density[view.state.head])
+        for ax in self.figure.axes:
+            ax.clear()
+        views.draw_skip(
+            self._map,
+            view.states,
+            title_of(view),
+            query=state.query_block,
+            key=state.key_block,
+            frame_edges=self._frame_edges[state.tile],
+        )
+        views.draw_curve(
+            self._curve,
+            CURVE_LOG2,
+            view.curve,
+            (state.log2_threshold, density),
+            [f"head {head}" for head in range(len(view.curve))],
+            highlight=state.head,
+            xlabel="log2(lambda)",
+            ylabel="density (computed / valid tiles)",
+            title="Density against threshold",
+        )
+        views.draw_histogram(
+            self._histogram,
+            view.gaps[view.gaps.isfinite()],
+            state.log2_threshold,
+            title=f"Tiles of head {state.head}",
+            xlabel="tile max - running max (base-2 logits)",
+            ylabel="tiles",
+            limits=(LOWEST, 12.0),
+            label=f"{density:.1%} of all\ncomputed",
+        )
+        error = None if measured is None else measured.relative_l2
+        views.draw_heads(self._heads, view.density, error, highlight=state.head, title="Every head")
+        return views.to_png(self.figure)
