@@ -202,8 +202,9 @@ def test_a_trace_is_measured_as_a_share_of_the_call(run):
 
 
 def test_the_skip_vote_is_measured_against_the_same_kernel_and_tiles(run):
-    case = kernel_rows.skip_rows(run, {7})[0]
+    case, larger, *_ = kernel_rows.skip_rows(run, {7})
     assert case.measured["triton"] == pytest.approx(10 / 8)
+    assert "128 x 128" in larger.baseline
     assert case.more["skipped"] == 0
     assert case.more["speed_up_over"]["dense as configured"] == pytest.approx(0.7)
     assert "64 x 64" in case.baseline
@@ -211,25 +212,29 @@ def test_the_skip_vote_is_measured_against_the_same_kernel_and_tiles(run):
 
 def test_the_threshold_of_row_eight_drops_at_least_what_was_asked(run, monkeypatch):
     monkeypatch.setattr(
-        kernel_rows, "skipped_share", lambda data, threshold: min(0.9, threshold / 2)
+        kernel_rows, "skipped_share", lambda data, threshold, tile: min(0.9, threshold / 2)
     )
-    threshold = kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7)
+    threshold = kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7, kernels.BLOCK)
     assert threshold is not None
     assert threshold == pytest.approx(1.4, rel=0.01)
     assert threshold >= 1.4
-    monkeypatch.setattr(kernel_rows, "skipped_share", lambda data, threshold: 0.1)
-    assert kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7) is None
+    monkeypatch.setattr(kernel_rows, "skipped_share", lambda data, threshold, tile: 0.1)
+    assert kernel_rows.threshold_for(run.bench.qkv("random", TINY.long), 0.7, kernels.BLOCK) is None
 
 
 def test_data_that_skips_too_little_is_left_out_by_name(run, monkeypatch):
-    thresholds = {"random": 2.0, "video-like": None}
-    kinds = iter(thresholds.values())
-    monkeypatch.setattr(kernel_rows, "threshold_for", lambda *_: next(kinds))
+    random = run.bench.qkv("random", TINY.long)
+    monkeypatch.setattr(
+        kernel_rows,
+        "threshold_for",
+        lambda data, share, tile: 2.0 if data is random and tile == kernels.BLOCK else None,
+    )
     (case,) = kernel_rows.skip_rows(run, {8})
     assert "random" in case.setting
     assert case.measured["triton"] == pytest.approx(8 / 10)
     assert case.density == pytest.approx(1 - case.more["skipped"])
-    assert "drops 70%" in run.absent["row 8, video-like"]
+    assert "drops 70%" in run.absent["row 8, video-like, tiles (64, 64)"]
+    assert "drops 70%" in run.absent["row 8, random, tiles (128, 128)"]
     monkeypatch.setattr(kernel_rows, "threshold_for", lambda *_: None)
     with pytest.raises(RuntimeError, match="no lambda"):
         kernel_rows.skip_rows(run, {8})
@@ -237,8 +242,8 @@ def test_data_that_skips_too_little_is_left_out_by_name(run, monkeypatch):
 
 def test_dropped_tiles_are_counted_by_the_kernel_itself(run):
     data = run.bench.qkv("random", TINY.long)
-    assert kernel_rows.skipped_share(data, 0.0) == 0
-    assert 0 < kernel_rows.skipped_share(data, 1e9) < 1
+    assert kernel_rows.skipped_share(data, 0.0, kernels.BLOCK) == 0
+    assert 0 < kernel_rows.skipped_share(data, 1e9, kernels.BLOCK) < 1
 
 
 def test_quantisers_are_measured_over_the_time_of_their_bytes(run):

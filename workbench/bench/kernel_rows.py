@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -155,26 +156,29 @@ def trace_rows(run: Run, wanted: Collection[int]) -> list[Case]:
 def skip_rows(run: Run, wanted: Collection[int]) -> list[Case]:
     """Rows 7 and 8: the kernel with the vote, when nothing and when much is skipped."""
     found = []
-    for kind in KINDS:
+    for kind, tile in product(KINDS, triton.SKIP_TILES):
         data = run.bench.qkv(kind, run.bench.sizes.long)
         if 7 in wanted:
-            found.append(skip_case(run, kind, data, 7, 0.0))
+            found.append(skip_case(run, kind, data, 7, 0.0, tile))
         if 8 in wanted:
-            threshold = threshold_for(data, SKIPPED)
+            threshold = threshold_for(data, SKIPPED, tile)
             if threshold is None:
-                run.absent[f"row 8, {kind}"] = f"no lambda up to {2**HIGHEST} drops {SKIPPED:.0%}"
+                reason = f"no lambda up to {2**HIGHEST} drops {SKIPPED:.0%} of tiles {tile}"
+                run.absent[f"row 8, {kind}, tiles {tile}"] = reason
             else:
-                found.append(skip_case(run, kind, data, 8, threshold))
+                found.append(skip_case(run, kind, data, 8, threshold, tile))
     if not found:
         raise RuntimeError(f"no lambda up to {2**HIGHEST} drops {SKIPPED:.0%} of the tiles")
     return found
 
 
-def skip_case(run: Run, kind: str, data: QKV, row: int, threshold: float) -> Case:
+def skip_case(
+    run: Run, kind: str, data: QKV, row: int, threshold: float, tile: tuple[int, int]
+) -> Case:
     """The Triton kernel with a vote over itself without one, at the same tiles."""
     from blockattn.impl.triton import launch
 
-    settings: dict[str, Any] = {"skip_threshold": threshold, "skip_tile": triton.BLOCK}
+    settings: dict[str, Any] = {"skip_threshold": threshold, "skip_tile": tile}
     problem, dense = make_problem(*data, **settings), make_problem(*data)
     config = launch.configure(problem)
     calls: dict[str, Callable[[], object]] = {
@@ -186,13 +190,14 @@ def skip_case(run: Run, kind: str, data: QKV, row: int, threshold: float) -> Cas
     calls[f"dense {name}"] = best
     samples = run.bench.timer(calls, run.bench.sizes.repeats)
     seconds = medians(samples)
-    skipped = skipped_share(data, threshold)
+    skipped = skipped_share(data, threshold, tile)
     slower = seconds["vote"] / seconds["no vote"]
-    tile = f"{config.rows} x {config.columns}"
+    tiles = f"{tile[0]} x {tile[1]}"
     return Case(
         row,
-        f"{describe(data[0])}, {kind}, lambda {threshold:.3g}, tiles {tile}, {skipped:.1%} skipped",
-        f"the same kernel without vote, tiles {tile}",
+        f"{describe(data[0])}, {kind}, lambda {threshold:.3g}, tiles {tiles}, "
+        f"{skipped:.1%} skipped",
+        f"the same kernel without vote, tiles {tiles}",
         {"triton": slower if row == 7 else 1 / slower},
         density=1 - skipped,
         samples=samples,
@@ -206,29 +211,29 @@ def skip_case(run: Run, kind: str, data: QKV, row: int, threshold: float) -> Cas
     )
 
 
-def skipped_share(data: QKV, threshold: float) -> float:
+def skipped_share(data: QKV, threshold: float, tile: tuple[int, int]) -> float:
     """Share of tiles that a call drops."""
     _, trace = attend(
         *data,
         impl="triton",
         skip_threshold=threshold,
-        skip_tile=triton.BLOCK,
+        skip_tile=tile,
         return_trace=True,
     )
     return int(trace.skipped.counts().sum()) / int(trace.reachable.counts().sum())
 
 
-def threshold_for(data: QKV, share: float, steps: int = 14) -> float | None:
+def threshold_for(data: QKV, share: float, tile: tuple[int, int], steps: int = 14) -> float | None:
     """Smallest threshold found (bisection over its logarithm) that drops at least a share.
 
     ``None`` when not even the largest one tried drops as much.
     """
     low, high = -24.0, float(HIGHEST)
-    if skipped_share(data, 2.0**high) < share:
+    if skipped_share(data, 2.0**high, tile) < share:
         return None
     for _ in range(steps):
         middle = (low + high) / 2
-        if skipped_share(data, 2.0**middle) >= share:
+        if skipped_share(data, 2.0**middle, tile) >= share:
             high = middle
         else:
             low = middle

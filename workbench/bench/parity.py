@@ -72,8 +72,9 @@ def _attention(data: QKV, impl: str) -> dict[str, Check]:
     }
     for rows, tau in (((1, 4, 6), 1.0), ((2, 4), 2.0)):
         found |= _sol(rows, data, impl, tau)
-    for rows, threshold in (((7,), 0.0), ((6, 8), 1e-3)):
-        found |= _skip(rows, data, impl, threshold)
+    for tile in triton.SKIP_TILES:
+        for rows, threshold in (((7,), 0.0), ((6, 8), 1e-3)):
+            found |= _skip(rows, data, impl, threshold, tile)
     return found
 
 
@@ -117,15 +118,18 @@ def _sol(rows: tuple[int, ...], data: QKV, impl: str, tau: float) -> dict[str, C
     }
 
 
-def _skip(rows: tuple[int, ...], data: QKV, impl: str, threshold: float) -> dict[str, Check]:
-    settings: dict[str, Any] = {"skip_threshold": threshold, "skip_tile": triton.BLOCK}
+def _skip(
+    rows: tuple[int, ...], data: QKV, impl: str, threshold: float, tile: tuple[int, int]
+) -> dict[str, Check]:
+    settings: dict[str, Any] = {"skip_threshold": threshold, "skip_tile": tile}
     out, trace = attend(*data, impl=impl, return_trace=True, **settings)
     _, expected = attend(*data, impl="reference", return_trace=True, **settings)
     differing = trace.skipped.differing(expected.skipped)
     doubtful = DIFFERING_TILES * int(trace.reachable.counts().sum()) if threshold else 0
+    name = f"skip {threshold:g} at {tile[0]} x {tile[1]}"
     return {
-        f"skip {threshold:g}": Check(rows, *error_rule(out, data, settings)),
-        f"skip {threshold:g}, tiles that vote otherwise": Check(rows, differing, doubtful),
+        name: Check(rows, *error_rule(out, data, settings)),
+        f"{name}, tiles that vote otherwise": Check(rows, differing, doubtful),
     }
 
 

@@ -13,8 +13,8 @@ The maximum m is kept in raw units (q . k); the scale enters inside exp2 only. T
 at (tile max - m) before the tile is folded in; V of a tile is fetched once the vote has kept it, so
 that a dropped tile costs K and its QK^T and nothing else.
 Where Q lives on Hopper. Loaded through a pointer it stays in shared memory, where the matrix unit
-reads it: 14 % faster for 128 x 128 tiles than from registers, where a descriptor's load ends. With
-a vote it must not be in registers: ptxas 12.8 gave Q and P the same registers across the branch, so
+reads it, which is faster for 128 x 128 tiles than from registers, where a descriptor's load ends.
+With a vote it must not be in registers: ptxas 12.8 gave Q and P the same ones across the branch, so
 that after the first kept tile the scores were those of P.
 Split-KV gives each program a share of the list; partial outputs stay float32 and ``combine`` merges
 them by log-sum-exp, with weight zero for a share without keys.
