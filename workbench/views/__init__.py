@@ -4,6 +4,7 @@
 gives its bytes.
 """
 
+from workbench.views.agreement import draw_agreement, draw_exact
 from workbench.views.bench import draw_break_even, draw_rates, draw_split, draw_targets
 from workbench.views.calibration import (
     draw_delivery,
@@ -38,11 +39,13 @@ __all__ = [
     "add_threshold_units",
     "cubes_size",
     "describe_schedule",
+    "draw_agreement",
     "draw_break_even",
     "draw_coarse",
     "draw_cubes",
     "draw_curve",
     "draw_delivery",
+    "draw_exact",
     "draw_fit",
     "draw_recall",
     "draw_residuals",
