@@ -85,14 +85,15 @@ class Panel(widgets.VBox):
         """Called after all work, also after work that failed."""
 
     def _changed(self) -> None:
-        self._errors.pop(MEASURING, None)  # it belonged to the setting before
+        # What failed while measuring belonged to the setting before.
+        self._errors = {doing: e for doing, e in self._errors.items() if doing == DRAWING}
         # Without an event loop both run at once, and then one drawing shows both.
         try:
             self._measure()
         finally:
             self._draw()
 
-    def _guard(self, doing: str, work: Callable[[], None]) -> None:
+    def _guard(self, doing: str, work: Callable[[], object]) -> None:
         """Runs work and shows its exception, which would else vanish in the kernel's log."""
         try:
             work()
@@ -105,6 +106,8 @@ class Panel(widgets.VBox):
             self._show_state()
 
     def _report(self, doing: str, error: Exception) -> None:
+        if any(error is known for known in self._errors.values()):
+            return  # a part of this work has reported it, under a better name
         name = type(self).__name__
         logger.error("%s failed while %s: %s", name, doing, error, exc_info=error)
         self._errors[doing] = error

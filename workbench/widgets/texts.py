@@ -38,19 +38,24 @@ def status(body: str) -> str:
 
 
 def what_ran(
-    session: CaptureSession, measured: Measured | None, head: int, *, failed: bool = False
+    session: CaptureSession,
+    measured: Measured | None,
+    head: int,
+    *,
+    failed: bool = False,
+    title: str = "What ran",
 ) -> str:
     """Implementation, reasons, delivered density and error of the real sparse call."""
     if measured is not None:
-        body = f"<b>What ran:</b> {call(measured, head)}"
+        body = f"<b>{title}:</b> {call(measured, head)}"
     elif failed:
-        body = "<b>What ran:</b> nothing: the sparse call failed, see the error above"
+        body = f"<b>{title}:</b> nothing: the call failed, see the error above"
     elif session.automatic:
-        body = "<b>What ran:</b> … the sparse call runs when the controls rest"
+        body = f"<b>{title}:</b> … the call runs when the controls rest"
     else:
         body = (
-            f"<b>What ran:</b> nothing yet. One dense call takes {session.flops / 1e9:,.0f} GFLOP "
-            f"on {session.device}; press “Measure error” to run it"
+            f"<b>{title}:</b> nothing yet. One dense call takes {session.flops / 1e9:,.0f} GFLOP "
+            f"on {session.device}; press the button to run it"
         )
     return status(body)
 
