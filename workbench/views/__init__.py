@@ -25,6 +25,7 @@ from workbench.views.methods import draw_methods
 from workbench.views.pareto import draw_pareto
 from workbench.views.route_map import draw_route
 from workbench.views.schedule import describe_schedule, draw_schedule
+from workbench.views.schedule_map import draw_schedule_map
 from workbench.views.skip_map import draw_skip
 from workbench.views.style import Picture, new_figure, picture, save, to_png
 from workbench.views.table import Table
@@ -60,6 +61,7 @@ __all__ = [
     "draw_rounding",
     "draw_route",
     "draw_schedule",
+    "draw_schedule_map",
     "draw_skip",
     "draw_split",
     "draw_targets",

@@ -1,8 +1,9 @@
 """ipywidgets around the plain functions of workbench.decisions and workbench.views."""
 
 from workbench.widgets.compare import Compare
+from workbench.widgets.schedule_editor import ScheduleEditor
 from workbench.widgets.session import TunerState
 from workbench.widgets.tau_tuner import TauTuner
 from workbench.widgets.threshold_tuner import ThresholdTuner
 
-__all__ = ["Compare", "TauTuner", "ThresholdTuner", "TunerState"]
+__all__ = ["Compare", "ScheduleEditor", "TauTuner", "ThresholdTuner", "TunerState"]
