@@ -21,6 +21,7 @@ from workbench.views.frames import draw_frames, frames_size
 from workbench.views.heads import draw_heads
 from workbench.views.heat import heatmap
 from workbench.views.histogram import draw_histogram
+from workbench.views.mask import draw_mask, looks
 from workbench.views.methods import draw_methods
 from workbench.views.pareto import draw_pareto
 from workbench.views.route_map import draw_route
@@ -55,6 +56,7 @@ __all__ = [
     "draw_frames",
     "draw_heads",
     "draw_histogram",
+    "draw_mask",
     "draw_methods",
     "draw_pareto",
     "draw_rates",
@@ -70,6 +72,7 @@ __all__ = [
     "draw_videos",
     "frames_size",
     "heatmap",
+    "looks",
     "new_figure",
     "picture",
     "save",

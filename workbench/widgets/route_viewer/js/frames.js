@@ -1,0 +1,147 @@
+// What one query block attends exactly, painted on the latent frames of the video.
+
+const SHOWN = 24; // frames; of more an even choice is shown
+const PANELS = { columns: 8, gap: 8, caption: 17, width: 936 };
+const TINT = "rgba(26, 87, 204, 0.5)";
+const WASH = "rgba(244, 245, 247, 0.76)";
+
+class FramesView {
+  constructor(viewer) {
+    this.viewer = viewer;
+    this.element = makeCanvas(PANELS.width, 10, "frames", "rv-frames");
+    this.element.tabIndex = -1;
+  }
+
+  /** decisions: of the row of the query block; blocks: the key block of every token in raster order. */
+  draw(decisions, query, blocks) {
+    const [frames, height, width] = this.viewer.facts.grid;
+    const own = this.ownTokens(query);
+    const keys = new Uint8Array(blocks.length);
+    for (let n = 0; n < blocks.length; n++) {
+      const code = decisions[blocks[n]];
+      keys[n] = code !== APPROXIMATE && code !== UNDECIDED;
+    }
+    const chosen = this.choose(frames, own);
+    const place = this.arrange(chosen.length, height / width);
+    resize(this.element, PANELS.width, place.total);
+    const context = clear(this.element);
+    chosen.forEach((t, index) => {
+      const area = height * width;
+      const part = (mask) => mask.subarray(t * area, (t + 1) * area);
+      this.panel(context, place, index, t, part(keys), part(own));
+    });
+    const line = framesText(keys, own, this.viewer.facts);
+    this.element.setAttribute("aria-label", line);
+    return line;
+  }
+
+  /** Tokens of the query block; its block size may differ from that of the keys. */
+  ownTokens(query) {
+    const { blocks, block } = this.viewer.facts;
+    const tokens = this.viewer.tokenBlocks;
+    const own = new Uint8Array(tokens.length);
+    const ratio = block[0] / block[1];
+    const [low, high] = [query * ratio, (query + 1) * ratio];
+    const last = query === blocks[0] - 1;
+    for (let n = 0; n < own.length; n++) own[n] = tokens[n] >= low && (tokens[n] < high || last);
+    return own;
+  }
+
+  choose(frames, own) {
+    const all = Array.from({ length: Math.min(frames, SHOWN) }, (_, n) => n);
+    if (frames <= SHOWN) return all;
+    const chosen = all.map((n) => Math.round((n * (frames - 1)) / (SHOWN - 1)));
+    const home = Math.floor(own.indexOf(1) / (own.length / frames));
+    if (home >= 0 && !chosen.includes(home)) {
+      const gaps = chosen.map((t) => Math.abs(t - home));
+      chosen[gaps.indexOf(Math.min(...gaps))] = home;
+    }
+    return chosen;
+  }
+
+  arrange(count, ratio) {
+    const columns = Math.min(PANELS.columns, count);
+    const width = Math.min(220, (PANELS.width - (columns - 1) * PANELS.gap) / columns);
+    const height = width * ratio;
+    const rows = Math.ceil(count / columns);
+    return { columns, width, height, total: rows * (height + PANELS.caption + PANELS.gap) };
+  }
+
+  panel(context, place, index, t, keys, own) {
+    const [, height, width] = this.viewer.facts.grid;
+    const x = (index % place.columns) * (place.width + PANELS.gap);
+    const row = Math.floor(index / place.columns);
+    const y = row * (place.height + PANELS.caption + PANELS.gap) + PANELS.caption;
+    const home = own.includes(1);
+    const { query, accent } = this.viewer.facts.colors;
+    context.imageSmoothingEnabled = true;
+    context.drawImage(this.ground(t), x, y, place.width, place.height);
+    context.imageSmoothingEnabled = false;
+    context.drawImage(this.veil(keys), x, y, place.width, place.height);
+    const scale = [place.width / width, place.height / height];
+    this.outline(context, keys, width, height, x, y, scale, accent, 1.2);
+    if (home) this.outline(context, own, width, height, x, y, scale, "#ffffff", 5);
+    if (home) this.outline(context, own, width, height, x, y, scale, query, 2.4);
+    context.strokeStyle = home ? query : FAINT;
+    context.lineWidth = home ? 1.6 : 0.8;
+    context.strokeRect(x + 0.5, y + 0.5, place.width - 1, place.height - 1);
+    const share = keys.reduce((sum, on) => sum + on, 0) / keys.length;
+    const text = `${home ? "▸ " : ""}t ${t} · ${Math.round(100 * share)} % exact`;
+    const color = home ? query : share ? INK : MUTED;
+    const font = home ? `600 ${SMALL}` : SMALL;
+    write(context, text, x + place.width / 2, y - 8, { align: "center", color, font });
+  }
+
+  ground(t) {
+    const [, height, width] = this.viewer.facts.ground;
+    const grey = this.viewer.ground;
+    const start = t * height * width;
+    this.grounds ??= new Map();
+    if (!this.grounds.has(t) && grey.length) {
+      const table = Uint8Array.from({ length: 768 }, (_, n) => Math.floor(n / 3));
+      this.grounds.set(t, imageOf(height, width, table, (n) => grey[start + n]));
+    }
+    return this.grounds.get(t) ?? new OffscreenCanvas(1, 1);
+  }
+
+  /** Exact keys tinted, the rest washed out: one pixel a token. */
+  veil(keys) {
+    const [, height, width] = this.viewer.facts.grid;
+    const made = new OffscreenCanvas(width, height);
+    const pen = made.getContext("2d");
+    pen.fillStyle = WASH;
+    pen.fillRect(0, 0, width, height);
+    const image = pen.getImageData(0, 0, width, height);
+    const tint = TINT.match(/[\d.]+/g).map(Number);
+    for (let n = 0; n < keys.length; n++) {
+      if (keys[n]) image.data.set([tint[0], tint[1], tint[2], Math.round(255 * tint[3])], 4 * n);
+    }
+    pen.putImageData(image, 0, 0);
+    return made;
+  }
+
+  /** Edges between marked tokens and others. */
+  outline(context, mask, width, height, x, y, [across, down], color, pen) {
+    context.strokeStyle = color;
+    context.lineWidth = pen;
+    context.lineCap = "square";
+    context.beginPath();
+    for (let h = 0; h < height; h++) {
+      for (let w = 0; w < width; w++) {
+        if (!mask[h * width + w]) continue;
+        const [left, top] = [x + w * across, y + h * down];
+        const [right, foot] = [left + across, top + down];
+        if (!h || !mask[(h - 1) * width + w]) this.edge(context, left, top, right, top);
+        if (h + 1 === height || !mask[(h + 1) * width + w]) this.edge(context, left, foot, right, foot);
+        if (!w || !mask[h * width + w - 1]) this.edge(context, left, top, left, foot);
+        if (w + 1 === width || !mask[h * width + w + 1]) this.edge(context, right, top, right, foot);
+      }
+    }
+    context.stroke();
+  }
+
+  edge(context, x0, y0, x1, y1) {
+    context.moveTo(x0, y0);
+    context.lineTo(x1, y1);
+  }
+}

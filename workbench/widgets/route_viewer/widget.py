@@ -1,0 +1,267 @@
+"""RouteViewer: the Python half. It loads masks and hands bytes over; the browser does the rest."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import torch
+import traitlets
+from matplotlib.figure import Figure
+
+from blockattn import BlockScores
+from workbench import views
+from workbench.masks import Entry, Mask, MaskSet, ladder, token_blocks
+from workbench.widgets.debounce import Debouncer
+from workbench.widgets.route_viewer import figure, payload
+
+logger = logging.getLogger(__name__)
+
+HERE = Path(__file__).parent
+# Parts of one ES module, in this order; only the last one exports.
+SCRIPTS = ("bits", "layout", "map", "curve", "index", "frames", "texts", "controls", "viewer")
+LOAD_WAIT = 0.04  # seconds of quiet before another mask is loaded
+PARTED = ("bits", "codes", "token_blocks")
+
+
+def script() -> str:
+    """The ES module that the browser loads."""
+    return "\n".join((HERE / "js" / f"{name}.js").read_text("utf-8") for name in SCRIPTS)
+
+
+def _synced(kind: type[traitlets.TraitType], default: Any) -> Any:
+    return kind(default).tag(sync=True)
+
+
+class RouteViewer(anywidget.AnyWidget):
+    """Masks of any size: zoom, hover, tau, index and frames, all in the browser.
+
+    The kernel is asked for another layer, step or head and, above 900,000 pairs, once for the
+    scores of a head. All else works from what the browser holds, so also in a saved notebook. No
+    update is larger than 1 MB. An error is shown in the widget and logged; to a script, which has
+    no event loop, it is also raised.
+
+    Args:
+        book: the masks, e.g. of :func:`workbench.masks.capture_masks`.
+        layer, step: which call to show first; by default the first one.
+        head: which head.
+
+    Attributes:
+        layer, step, head, tau, query_block, key_block: what is chosen; they may be set.
+        window: block rows and columns shown: [top, bottom, left, right], half open.
+        want_scores: whether scores are sent although a head's take several updates.
+        shown: what the browser holds: layer, step, heads, tau of the bits.
+        report: what the browser shows: density, counts, pooling factor, times in ms.
+        problem: text of the open error, empty when all is well.
+    """
+
+    _esm = script()
+    _css = (HERE / "style.css").read_text("utf-8")
+
+    facts = _synced(traitlets.Dict, {})
+    shown = _synced(traitlets.Dict, {})
+    report = _synced(traitlets.Dict, {})
+    problem = _synced(traitlets.Unicode, "")
+    browser_problem = _synced(traitlets.Unicode, "")
+    layer = _synced(traitlets.Int, 0)
+    step = _synced(traitlets.Int, 0)
+    head = _synced(traitlets.Int, 0)
+    tau = _synced(traitlets.Float, 1.0)
+    query_block = _synced(traitlets.Int, 0)
+    key_block = _synced(traitlets.Int, 0)
+    window = _synced(traitlets.List, [])
+    want_scores = _synced(traitlets.Bool, False)
+    stops = _synced(traitlets.Bytes, b"")
+    rows = _synced(traitlets.Bytes, b"")
+    query_boxes = _synced(traitlets.Bytes, b"")
+    key_boxes = _synced(traitlets.Bytes, b"")
+    cividis = _synced(traitlets.Bytes, b"")
+    ground = _synced(traitlets.Bytes, b"")
+    densities = _synced(traitlets.Bytes, b"")
+    errors = _synced(traitlets.Bytes, b"")
+
+    def __init__(
+        self, book: MaskSet, *, layer: int | None = None, step: int | None = None, head: int = 0
+    ):
+        started = time.time()
+        self.book = book
+        self._serial = 0
+        self._known: dict[Entry, torch.Tensor] = {}
+        place = self._first(layer, step)
+        self.mask = book.load(*place)
+        grid, ground = self.mask.grid, payload.ground(book)
+        counts = self._part_counts()
+        for name, count in counts.items():
+            self.add_traits(**{f"{name}_{n}": _synced(traitlets.Bytes, b"") for n in range(count)})
+        constants = {"parts": counts, "ground": list(ground.shape), "started": started}
+        super().__init__(
+            facts=payload.facts(book, self.mask) | constants,
+            **payload.geometry(book, self.mask),
+            errors=book.table(book.errors, self.mask.heads).tobytes(),
+            layer=place[0],
+            step=place[1],
+            head=head,
+            tau=1.0 if self.mask.tau is None else self.mask.tau,
+            query_block=grid[0] // 2,
+            key_block=grid[1] // 4,
+            window=[0, grid[0], 0, grid[1]],
+        )
+        self._later = Debouncer(lambda: self._guard(self._follow), LOAD_WAIT)
+        self._guard(self._load)
+        self.ground = ground.tobytes()
+        self._hand_over(
+            "token_blocks", token_blocks(book.grid, self.mask.passing.block[1]).tobytes()
+        )
+        self.observe(lambda _: self._later(), names=["layer", "step", "head", "want_scores"])
+        self.observe(self._log_browser, names="browser_problem")
+
+    # -- for scripts and papers ------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Loads now what waits for the controls to rest."""
+        self._later.flush()
+
+    def current(self) -> tuple[Mask, int]:
+        """The mask at the chosen tau and the index of the chosen head in it."""
+        if self.book.scores is None or self.mask.tau is None or self.tau == self.mask.tau:
+            return self.mask, self.head
+        return Mask.of_scores(self._scores(range(self.head, self.head + 1)), self.tau), 0
+
+    def figure(self) -> Figure:
+        """The map of the window and the index, drawn by Matplotlib from the same numbers."""
+        mask, head = self.current()
+        top, bottom, left, right = self.window
+        window = mask.window(head, (top, bottom), (left, right))
+        known = {**self.book.densities, **self._known}
+        density = self.book.table(known, self.mask.heads)[:, :, self.head]
+        return figure.draw(self.book, mask, window, density, self._title(mask), self.query_block)
+
+    def summary(self) -> str:
+        """The line under the map: density, what made pairs exact, extreme rows."""
+        return payload.describe(*self.current())
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """With a picture beside the widget, for readers of the notebook without a kernel."""
+        bundle: Any = super()._repr_mimebundle_(**kwargs)
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        if data is not None:
+            data["image/png"] = base64.b64encode(views.to_png(self.figure())).decode()
+        return bundle
+
+    def _title(self, mask: Mask) -> str:
+        tau = "" if mask.tau is None else f" · tau {mask.tau:.2f}"
+        return f"layer {self.layer} · step {self.step} · head {self.head}{tau}"
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def _first(self, layer: int | None, step: int | None) -> Entry:
+        """The first call that has the given layer and step."""
+        for known in self.book.entries:
+            if layer in (None, known[0]) and step in (None, known[1]):
+                return known
+        raise ValueError(
+            f"layer={layer!r}, step={step!r}: no mask; there are (layer, step) {self.book.entries}"
+        )
+
+    def _part_counts(self) -> dict[str, int]:
+        _, count = payload.heads_sent(self.mask, 0)
+        pairs = self.mask.grid[0] * self.mask.grid[1]
+        sizes = (
+            count * self.mask.passing.nbytes // self.mask.heads,
+            count * pairs if self.book.scores is not None else 0,
+            self.book.grid.video_tokens * 2,
+        )
+        return {name: payload.part_count(size) for name, size in zip(PARTED, sizes)}
+
+    def _follow(self) -> None:
+        """Loads what the browser lacks; another head of a mask that is there costs nothing."""
+        there = (self.shown.get("layer"), self.shown.get("step")) == (self.layer, self.step)
+        first, count = self.shown.get("heads", (0, 0))
+        if not there or not first <= self.head < first + count:
+            self._load()
+        elif self.want_scores and not self.shown["scored"]:
+            self._send_scores(range(first, first + count))
+            self._show(self.mask, range(first, first + count), scored=True)
+
+    def _load(self) -> None:
+        mask = self.book.load(self.layer, self.step)
+        if (mask.grid, mask.heads) != (self.mask.grid, self.mask.heads):
+            raise ValueError(
+                f"layer={self.layer}, step={self.step}: {mask.heads} heads of {mask.grid} blocks, "
+                f"but the first mask has {self.mask.heads} of {self.mask.grid}; view them apart"
+            )
+        if not 0 <= self.head < mask.heads:
+            raise ValueError(f"head={self.head}: must be in 0..{mask.heads - 1}")
+        first, count = payload.heads_sent(mask, self.head)
+        self.mask = mask
+        self._serial += 1
+        self._hand_over("bits", payload.bits(mask, first, count))
+        self.stops = payload.doubles(ladder(mask.tau))
+        heads = range(first, first + count)
+        wanted = self.book.scores is not None and (payload.scores_at_once(mask) or self.want_scores)
+        small = wanted and payload.scores_at_once(mask)
+        if small:  # they come with the bits, else after the first picture
+            self._send_scores(heads)
+        self._show(mask, heads, scored=small)
+        if wanted and not small:
+            self._send_scores(heads)
+            self._show(mask, heads, scored=True)
+        self._remember(mask)
+
+    def _show(self, mask: Mask, heads: range, *, scored: bool) -> None:
+        """Tells the browser that what it was sent is complete, and what it is."""
+        self.shown = {
+            "serial": self._serial,
+            "layer": self.layer,
+            "step": self.step,
+            "heads": [heads.start, len(heads)],
+            "tau": mask.tau,
+            "band": mask.band,
+            "sink": list(mask.sink_span),
+            "scored": scored,
+        }
+
+    def _send_scores(self, heads: range) -> None:
+        scores = self._scores(heads)
+        self.rows = payload.row_statistics(scores)
+        self._hand_over("codes", payload.codes(scores, ladder(self.mask.tau)))
+
+    def _scores(self, heads: range) -> BlockScores:
+        if self.book.scores is None:
+            raise ValueError("book: has no scores, so tau cannot move; give MaskSet(scores=...)")
+        return self.book.scores(self.layer, self.step, heads)
+
+    def _remember(self, mask: Mask) -> None:
+        """A mask that was loaded has a place in the index."""
+        entry = (self.layer, self.step)
+        if entry not in self.book.densities and entry not in self._known:
+            self._known[entry] = mask.density()
+        self.densities = payload.density_table(self.book, self._known, mask.heads)
+
+    def _hand_over(self, name: str, data: bytes) -> None:
+        """One update for each part, so that none is larger than 1 MB."""
+        for n, part in enumerate(payload.parts(self._serial, data)):
+            self.set_trait(f"{name}_{n}", part)
+
+    # -- errors ----------------------------------------------------------------------------------
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Runs work and shows its exception, which would else vanish in the kernel's log."""
+        try:
+            work()
+        except Exception as error:
+            where = f"layer {self.layer}, step {self.step}, head {self.head}"
+            logger.exception("RouteViewer failed to load %s", where)
+            self.problem = f"Error while loading {where}: {type(error).__name__}: {error}"
+            raise
+        else:
+            self.problem = ""
+
+    def _log_browser(self, change: dict[str, Any]) -> None:
+        if change["new"]:
+            logger.error("RouteViewer failed in the browser: %s", change["new"])
