@@ -26,7 +26,7 @@ def describe(path: Path) -> str:
         record = _read(path / PROVENANCE if path.is_dir() else path)
     else:
         record = _of_sweep(path)
-    return "\n".join([str(path), *_lines(record, 1)])
+    return "\n".join([str(path), *lines(record, 1)])
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -76,14 +76,14 @@ def _distinct(cases: Any, name: str) -> list[str]:
     return sorted({text for case in cases for text in getattr(case, name)})
 
 
-def _lines(value: Any, depth: int) -> Iterator[str]:
+def lines(value: Any, depth: int = 0) -> Iterator[str]:
     """``name: value``; what does not fit one line goes below, indented."""
     items = value.items() if isinstance(value, Mapping) else ((None, item) for item in value)
     for name, item in items:
         head = "  " * depth + ("-" if name is None else f"{name}:")
         if isinstance(item, Mapping) or (isinstance(item, list) and _is_long(item)):
             yield head
-            yield from _lines(item, depth + 1)
+            yield from lines(item, depth + 1)
         else:
             yield f"{head} {_short(name, item)}"
 

@@ -62,6 +62,26 @@ def draw_pareto(
     _draw_key(ax, best, shown, gates, metric)
 
 
+def pareto_spots(
+    ax: Axes, points: Sequence[Point], metric: str
+) -> list[tuple[Point, float, float]]:
+    """Where :func:`draw_pareto` has put each point: shares of the figure from its top left corner.
+
+    The figure must have fixed axes; a layout engine moves them when it draws.
+    """
+    shown = [p for p in points if math.isfinite(p.gain) and not math.isnan(p.quality)]
+    figure = ax.get_figure(root=True)
+    if figure is None:
+        raise ValueError("ax belongs to no figure any more; draw into a new one")
+    ax.autoscale_view()  # else the limits follow only when the figure is drawn
+    to_figure = ax.transData + figure.transFigure.inverted()
+    top, found = _edge(shown, metric), []
+    for point in shown:
+        x, y = to_figure.transform((point.gain, min(point.quality, top)))
+        found.append((point, float(x), 1 - float(y)))
+    return found
+
+
 def _draw_point(ax: Axes, point: Point, top: float, *, ahead: bool) -> None:
     color = QUERY if point.control else ACCENT if ahead else FAINT
     height = min(point.quality, top)

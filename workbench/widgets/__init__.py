@@ -3,7 +3,8 @@
 from workbench.widgets.compare import Compare
 from workbench.widgets.schedule_editor import ScheduleEditor
 from workbench.widgets.session import TunerState
+from workbench.widgets.sweep_explorer import SweepExplorer
 from workbench.widgets.tau_tuner import TauTuner
 from workbench.widgets.threshold_tuner import ThresholdTuner
 
-__all__ = ["Compare", "ScheduleEditor", "TauTuner", "ThresholdTuner", "TunerState"]
+__all__ = ["Compare", "ScheduleEditor", "SweepExplorer", "TauTuner", "ThresholdTuner", "TunerState"]
