@@ -129,6 +129,23 @@ def test_a_causal_route_holds_the_blocks_with_a_visible_key(seqlens, block):
         assert bool(route.dense()[0, 1, i, j]) == bool(part.any())
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("make", [BlockRoute.full, BlockRoute.causal])
+def test_words_made_without_a_mask_are_those_of_the_mask(make, width):
+    route = make((2, 3), seqlens=(40 * 16, width * 16 - 5), block=(16, 16))
+    assert route.words.is_contiguous()
+    mask = torch.ones(40, width, dtype=torch.bool)
+    mask = mask.tril() if make == BlockRoute.causal else mask
+    assert torch.equal(route.words, BlockRoute.from_dense(mask.expand(2, 3, -1, -1)).words)
+
+
+def test_a_mask_may_lie_at_any_offset_and_stride():
+    wide = random_mask((2, 3, 65, 33))
+    odd = wide.flatten()[1 : 1 + 2 * 3 * 64].view(1, 2, 3, 64)
+    for mask in (wide[:, :, 1:, 1:], wide.transpose(2, 3), wide[..., ::2], odd):
+        assert torch.equal(BlockRoute.from_dense(mask).dense(), mask)
+
+
 # -- lists ----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from blockattn.problem import LOG2_E, make_problem
 from blockattn.sol import VARIANCE_FLOOR, score_statistics
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
-from blockattn.impl.triton import launch, lists, prepare, select  # noqa: E402
+from blockattn.impl.triton import launch, lists, prepare, select, words  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -125,6 +125,17 @@ def test_a_route_with_and_without_tail_agrees_with_the_reference(dim, with_tail)
     tail = BlockSummary.of(k, v) if with_tail else None
     problem = make_problem(q, k, v, route=random_route(q, k), tail=tail, want_trace=True)
     assert_follows_reference(problem)
+
+
+def test_a_slice_of_the_heads_of_a_batch_runs_with_its_own_words():
+    q, k, v = (torch.cat([x, x.flip(1)]) for x in make_inputs(heads=3))
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(2, 3, 4, 4, generator=generator) < 0.5
+    route = BlockRoute.from_dense(mask.to(DEVICE), seqlens=(200, 200)).heads(slice(1, 3))
+    assert not route.words.is_contiguous()
+    q, k, v = (x[:, :, 1:] for x in (q, k, v))
+    tail = BlockSummary.of(k, v)
+    assert_follows_reference(make_problem(q, k, v, route=route, tail=tail, want_trace=True))
 
 
 def test_rows_without_keys_are_zero_and_minus_infinity():
@@ -265,6 +276,19 @@ def test_lists_of_any_words_spell_the_route(blocks, density):
     mask = torch.rand(2, 2, rows, blocks, generator=generator) < density
     route = BlockRoute.from_dense(mask.to(DEVICE), block=(64, 64))
     assert_lists_spell_the_route(route)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 31, 32, 33, 65, 2100])
+def test_words_of_a_map_are_those_of_the_mask(blocks):
+    generator = torch.Generator().manual_seed(blocks)
+    found = torch.randint(0, 3, (2, 2, 3, blocks), generator=generator, dtype=torch.int8)
+    found[..., -1] = 1  # bit 31 of a whole word is its sign
+    expected = BlockRoute.from_dense(found > 0).words
+    assert torch.equal(words.map_words(found.to(DEVICE)).cpu(), expected)
+
+
+def test_a_map_without_tiles_has_no_words():
+    assert words.map_words(torch.zeros(1, 2, 0, 3, dtype=torch.int8)).shape == (1, 2, 0, 1)
 
 
 def select_from(q_mean, k_mean, tau=0.5, exact=False):

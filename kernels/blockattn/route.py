@@ -96,9 +96,10 @@ class BlockRoute:
         device: torch.device | str | None = None,
     ) -> BlockRoute:
         """Every pair of ``shape`` = (B, H) heads."""
-        grid = _grid(seqlens, block)
-        mask = torch.ones(*_heads(shape), *grid, dtype=torch.bool, device=device)
-        return cls.from_dense(mask, block=block, seqlens=seqlens)
+        queries, keys = _grid(seqlens, block)
+        counts = torch.full((1,), keys, device=device)
+        words = _leading(counts, keys).expand(*_heads(shape), queries, -1).contiguous()
+        return cls(words, block, seqlens)
 
     @classmethod
     def causal(
@@ -111,10 +112,10 @@ class BlockRoute:
     ) -> BlockRoute:
         """Pairs with at least one key that a query of the block may see (key <= query)."""
         queries, keys = _grid(seqlens, block)
-        last_query = ((torch.arange(queries, device=device) + 1) * block[0]).clamp(max=seqlens[0])
-        first_key = torch.arange(keys, device=device) * block[1]
-        mask = (first_key[None, :] < last_query[:, None]).expand(*_heads(shape), queries, keys)
-        return cls.from_dense(mask, block=block, seqlens=seqlens)
+        seen = ((torch.arange(queries, device=device) + 1) * block[0]).clamp(max=seqlens[0])
+        counts = ((seen + block[1] - 1) // block[1]).clamp(max=keys)
+        words = _leading(counts, keys).expand(*_heads(shape), -1, -1).contiguous()
+        return cls(words, block, seqlens)
 
     # -- reading it ---------------------------------------------------------------------------
 
@@ -334,16 +335,23 @@ def _mean_pool(x: Tensor, factor: int, axis: int) -> Tensor:
     return sums / lengths
 
 
+def _leading(counts: Tensor, width: int) -> Tensor:
+    """Words with only the first bits set: int64 ``[N]`` -> int32 ``[N, ceil(width / 32)]``."""
+    start = torch.arange(0, width, 32, device=counts.device)
+    bits = (counts[:, None] - start).clamp(0, 32)
+    return ~(-1 << bits).int()
+
+
 def _pack(mask: Tensor) -> Tensor:
     """bool ``[..., N]`` -> int32 ``[..., ceil(N / 32)]``, lowest bit first."""
     words = num_blocks(mask.shape[-1], 32)
     if not words:
         return torch.zeros(mask.shape, dtype=torch.int32, device=mask.device)
-    width = words * 32
-    bits = pad(mask.to(torch.uint8), (0, width - mask.shape[-1])).unflatten(-1, (-1, 8))
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
-    packed = (bits * weights).sum(dim=-1, dtype=torch.uint8)
-    return packed.contiguous().view(torch.int32)
+    padded = mask.new_zeros(*mask.shape[:-1], words * 32)
+    padded[..., : mask.shape[-1]] = mask
+    # Eight bools are one integer; the product lines their bits up in its highest byte.
+    eights = padded.view(torch.int64) * 0x0102040810204080
+    return (eights >> 56).to(torch.uint8).view(torch.int32)
 
 
 def _unpack(words: Tensor, count: int) -> Tensor:

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from blockattn.impl.triton import attention, launch, lists, prepare, quantise, select
+from blockattn.impl.triton import attention, launch, lists, prepare, quantise, select, words
 from blockattn.layout import num_blocks
 from blockattn.scale_layout import SCALE_COLUMNS
 
@@ -33,7 +33,8 @@ FLOAT_POINTERS = {
 }  # fmt: skip
 ELEMENT_POINTERS = {"out_ptr", "q", "k", "v", "k_mean", "v_sum", "x_ptr"}
 OTHER_POINTERS = {
-    "drop_ptr": "*i8", "codes_ptr": "*u8", "upper_ptr": "*fp16", "lower_ptr": "*fp16",
+    "drop_ptr": "*i8", "map_ptr": "*i8", "codes_ptr": "*u8",
+    "upper_ptr": "*fp16", "lower_ptr": "*fp16",
 }  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16")
 def compile_preparation(
     capability: int, head_dim: int = 128, element: str = "bf16", exact: bool = False
 ) -> dict[str, Resources]:
-    """Summaries, centred keys, routing and lists, by kernel."""
+    """Summaries, centred keys, routing, lists and words of a map, by kernel."""
     made = {}
     constants: dict[str, Any] = {"L": 64, "D": head_dim}
     strides = {f"{name}_stride_d": 1 for name in "qkv"}
@@ -126,6 +127,7 @@ def compile_preparation(
     for pairs in (False, True):
         flags = {"PAIRS": pairs, "ROWS": lists.ELEMENTS // 16, "WIDTH": 16}
         variants[f"lists pairs={pairs}"] = lists._lists, flags, lists.WARPS
+    variants["words"] = words._words, {"WORDS": words.WORDS}, words.WARPS
     for name, (kernel, flags, warps) in variants.items():
         made[name] = _compile(kernel, capability, flags, warps, element)
     return made

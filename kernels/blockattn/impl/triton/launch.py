@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockattn.impl.triton import attention as kernels
 from blockattn.impl.triton.lists import row_lists
+from blockattn.impl.triton.words import map_words
 from blockattn.layout import num_blocks
 from blockattn.problem import BlockSummary, Problem, Result
 from blockattn.route import BlockRoute
@@ -107,12 +108,10 @@ def run(problem: Problem, config: Config | None = None) -> Result:
         dropped = torch.zeros(batch, heads, *tiles, dtype=torch.int8, device=out.device)
     if out.numel():
         _launch(problem, config, out, lse, dropped)
-    if dropped is None:
+    if dropped is None or not problem.want_trace:
         return Result(out, lse)
-    skipped = BlockRoute.from_dense(
-        dropped != 0, block=(config.rows, config.columns), seqlens=problem.seqlens
-    )
-    return Result(out, lse, skipped)
+    words = map_words(dropped)
+    return Result(out, lse, BlockRoute(words, (config.rows, config.columns), problem.seqlens))
 
 
 def split_count(problem: Problem, tiles: int) -> int:
@@ -157,7 +156,7 @@ def _launch(
         _source(problem.v, config.columns, tma), out,
         partial_lse if partial_lse is not None else (lse if lse is not None else none),
         partial if partial is not None else none,
-        index, count, route.words if route is not None else none,
+        index, count, route.words.contiguous() if route is not None else none,
         *_tail_sources(tail, tma, none),
         problem.block_lengths if problem.block_lengths is not None else none,
         dropped if dropped is not None else none,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockattn.impl.triton import launch, quantise, scaled_attention
+from blockattn.impl.triton.words import map_words
 from blockattn.layout import BLOCK, block_lengths, num_blocks
 from blockattn.problem import BlockSummary, Problem, Result
 from blockattn.quant_formats import BlockScaled
@@ -104,10 +105,9 @@ def run(problem: Problem, config: Config | None = None) -> Result:
         with torch.cuda.device_of(out):
             _launch(problem, config, out, lse if problem.want_trace else None, dropped)
     skipped = None
-    if dropped is not None:
-        skipped = BlockRoute.from_dense(
-            dropped != 0, block=(config.rows, config.columns), seqlens=problem.seqlens
-        )
+    if dropped is not None and problem.want_trace:
+        words = map_words(dropped)
+        skipped = BlockRoute(words, (config.rows, config.columns), problem.seqlens)
     return Result(out, lse, skipped, emulated(problem, config))
 
 
@@ -196,7 +196,7 @@ def _launch(
         launch._source(query, config.rows, query_tma), launch._source(key, config.columns, tma),
         launch._source(value, config.columns, tma), query_words, key_words, out,
         lse if lse is not None else none,
-        index, count, route.words if route is not None else none,
+        index, count, route.words.contiguous() if route is not None else none,
         *launch._tail_sources(problem.tail, tma, none),
         dropped if dropped is not None else none,
         scale_ptr, scale, scale_output_ptr, scale_output, operands.v.scale, limit,
