@@ -25,8 +25,9 @@ from workbench.config import (
 from workbench.models import dense_attention, load_model, sample, save_model
 from workbench.sample import report as sample_report
 from workbench.sample import text as sample_text
-from workbench.sample.run import Sampled, SampleSettings, compare, flags, run, sample_variant, units
+from workbench.sample.run import Sampled, compare, flags, run, sample_variant, units
 from workbench.sample.schedules import cutoff_of, schedule_grid
+from workbench.sample.settings import SampleSettings
 from workbench.sample.variants import BASELINE, CONTROL, VSA_BASELINE, Knobs, Variant, variants
 
 GRID = (4, 8, 8)  # 256 tokens: four blocks of 64, four cubes, two tiles a side
@@ -277,7 +278,7 @@ def test_everything_that_can_be_refused_is_refused_before_sampling():
         ({"label": "cube"}, ValueError, "cube"),
         ({"steps": 0}, ValueError, "steps=0"),
         ({"steps": True}, ValueError, "steps=True"),
-        ({"seeds": ()}, ValueError, "at least one seed"),
+        ({"seeds": ()}, ValueError, r"seeds=\(\): must be at least one"),
         ({"seeds": (1, 1)}, ValueError, "without repeats"),
         ({"seeds": (-1,)}, ValueError, "seeds=-1"),
         ({"grid": (0, 8, 8)}, ValueError, "grid t=0"),

@@ -262,8 +262,8 @@ def sample(
     All runs start from the same noise. A second exact implementation of dense attention is always
     among them: what it differs from the first is rounding, the floor under every verdict.
     """
-    from workbench.sample.run import SampleSettings
     from workbench.sample.session import sample_variants
+    from workbench.sample.settings import SampleSettings
     from workbench.sample.variants import Knobs
     from workbench.tune.settings import parse_numbers
 

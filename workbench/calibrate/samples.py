@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from blockattn import checks
 from workbench.models import AttentionFn, VideoDiT, denoising_times, sample
-from workbench.models.sampler import class_indices
+from workbench.sample.settings import check_sampling
 
 Tick = Callable[[str], None]
 """Called with a label when a video begins."""
@@ -36,16 +35,9 @@ class Samples:
     shift: float = 3.0
 
     def __post_init__(self) -> None:
-        class_indices(self.labels)
-        denoising_times(self.steps, self.shift)
-        checks.finite_number("guidance", self.guidance)
-        for axis, size in zip("thw", self.grid, strict=True):
-            checks.integer(f"grid {axis}", size, minimum=1)
-        for seed in self.seeds:
-            checks.integer("seeds", seed)
-        for name, items in (("labels", self.labels), ("seeds", self.seeds)):
-            if not items or len(set(items)) != len(items):
-                raise ValueError(f"{name}={items!r}: must be at least one, without repeats")
+        check_sampling(
+            self.labels, self.seeds, self.grid, self.steps, guidance=self.guidance, shift=self.shift
+        )
 
     @property
     def videos(self) -> list[tuple[int | str, int]]:

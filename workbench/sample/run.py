@@ -16,67 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockattn import checks
 from workbench.attention import SparseAttention
 from workbench.attention.log import CallCounts, CallRecord, density_by_step
 from workbench.attention.phase import dense_steps
-from workbench.models import (
-    AttentionCall,
-    AttentionFn,
-    VideoDiT,
-    denoising_times,
-    dense_attention,
-    sample,
-)
-from workbench.models.sampler import class_indices
+from workbench.models import AttentionCall, AttentionFn, VideoDiT, dense_attention, sample
 from workbench.quality import WINDOW, psnr, relative_l2, ssim
 from workbench.sample.exact import Baseline, BlockByBlock
+from workbench.sample.settings import SampleSettings
 from workbench.sample.variants import BASELINE, Variant
 
 Tick = Callable[[str], None]
 Score = Callable[[Tensor, Tensor], float]
-
-
-@dataclass(frozen=True)
-class SampleSettings:
-    """What is sampled; equal for every variant.
-
-    Attributes:
-        label: class of the video, name or index.
-        seeds: of the noise; a video for each of them.
-        grid: tokens along (t, h, w).
-        steps: model calls per video.
-        guidance: classifier-free guidance, 1 = none; another value doubles the batch.
-        shift: of the schedule, see :func:`workbench.models.denoising_times`.
-        impl: implementation of sparse calls.
-
-    Raises:
-        TypeError, ValueError: an argument is not allowed.
-    """
-
-    label: int | str = "disc"
-    seeds: tuple[int, ...] = (4,)
-    grid: tuple[int, int, int] = (8, 16, 16)
-    steps: int = 8
-    guidance: float = 1.0
-    shift: float = 3.0
-    impl: str = "auto"
-
-    def __post_init__(self) -> None:
-        class_indices([self.label])
-        denoising_times(self.steps, self.shift)
-        checks.finite_number("guidance", self.guidance)
-        for axis, size in zip("thw", self.grid):
-            checks.integer(f"grid {axis}", size, minimum=1)
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds={self.seeds!r}: must be at least one seed, without repeats")
-        for seed in self.seeds:
-            checks.integer("seeds", seed)
-
-    @property
-    def times(self) -> list[float]:
-        """Denoising time of every step."""
-        return denoising_times(self.steps, self.shift)[:-1]
 
 
 @dataclass(frozen=True)

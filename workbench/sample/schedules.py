@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from blockattn import checks
 from workbench.config import AttentionConfig, SolAttnConfig
 from workbench.models import VideoDiT
-from workbench.sample.run import Row, SampleResult, SampleSettings, Tick, run
+from workbench.sample.run import Row, SampleResult, Tick, run
+from workbench.sample.settings import SampleSettings
 from workbench.sample.variants import BASELINE, CONTROL, Variant
 
 Cell = tuple[int, int]  # dense layers, dense steps

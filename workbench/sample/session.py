@@ -22,7 +22,8 @@ from workbench.quality import Lpips, lpips_obstacle
 from workbench.run_folder import check_new, default_folder
 from workbench.sample import report as sample_report
 from workbench.sample import text as sample_text
-from workbench.sample.run import SampleSettings, Tick, run, units
+from workbench.sample.run import Tick, run, units
+from workbench.sample.settings import SampleSettings
 from workbench.sample.variants import Knobs, Variant, variants
 from workbench.terminal import recording_console
 

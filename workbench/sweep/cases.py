@@ -28,7 +28,7 @@ from workbench.config.fields import Integer, Number, Strict
 from workbench.paths import data_dir
 
 if TYPE_CHECKING:
-    from workbench.sample.run import SampleSettings
+    from workbench.sample.settings import SampleSettings
 
 SPARSE: dict[str, type[Strict]] = {
     "sol_attn": SolAttnConfig,
@@ -85,7 +85,8 @@ class Sampling(Strict):
         Raises:
             ValueError, TypeError: a value is not allowed.
         """
-        from workbench.sample.run import SampleSettings  # brings torch, which reading does not need
+        # Brings torch, which reading does not need.
+        from workbench.sample.settings import SampleSettings
 
         names = ("grid", "steps", "guidance", "shift", "impl")
         fields = {name: getattr(self, name) for name in names}
