@@ -24,8 +24,7 @@ def brute_force(q: Tensor, k: Tensor, block: tuple[int, int]) -> Tensor:
     q, k = q.double().transpose(1, 2), k.double().transpose(1, 2)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     weights = (q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).softmax(dim=-1)
-    rows, columns = (weights.split(size, dim) for size, dim in zip(block, (2, 3), strict=True))
-    del columns
+    rows = weights.split(block[0], 2)
     pairs = [[part.sum(dim=(2, 3)) for part in row.split(block[1], 3)] for row in rows]
     mass = torch.stack([torch.stack(row, dim=-1) for row in pairs], dim=-2)
     return mass / q.shape[2]

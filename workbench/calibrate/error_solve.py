@@ -19,7 +19,14 @@ from workbench.calibrate.collect import Calibration
 from workbench.calibrate.probes import Probes, probe_call, probe_setting
 from workbench.calibrate.samples import Samples, Tick
 from workbench.calibrate.setting import Form, Setting, knob
-from workbench.calibrate.solve import bisect, by_group, calls_mean, solve_density, spread
+from workbench.calibrate.solve import (
+    HIGH,
+    bisect,
+    by_group,
+    calls_mean,
+    solve_density,
+    spread,
+)
 from workbench.models import AttentionCall, VideoDiT, dense_attention
 
 LADDER = 7  # levels at which real calls run
@@ -59,7 +66,6 @@ class ErrorSolution:
         predicted: interpolated from the ladder, a number for each group (NaN: no sparse call).
         delivered: of real calls at the setting, likewise.
         density: predicted mean over all calls, dense ones included.
-        probes: those real calls.
     """
 
     setting: Setting
@@ -67,7 +73,6 @@ class ErrorSolution:
     predicted: tuple[float, ...]
     delivered: tuple[float, ...]
     density: float
-    probes: Probes
 
 
 def error_ladder(
@@ -84,6 +89,7 @@ def error_ladder(
         model: that was calibrated; the calibration's own videos are sampled once more.
         points: levels, at least 2.
         impl: implementation of the sparse calls.
+        tick: called when a video begins.
     """
     checks.integer("points", points, minimum=2)
     levels = _levels(calibration, points)
@@ -130,6 +136,10 @@ def solve_error(
         form: which levels there are.
         ladder: of :func:`error_ladder`; measured when None.
         impl: implementation of the sparse calls.
+        tick: called when a video begins.
+
+    Returns:
+        The last solution; ``delivered`` says whether it met the target after three rounds.
 
     Raises:
         ValueError: already the densest level of the ladder exceeds the target.
@@ -138,15 +148,14 @@ def solve_error(
         raise ValueError(f"target_error={target!r}: must be above 0")
     form = form or Form()
     ladder = ladder or error_ladder(model, calibration, impl=impl, tick=tick)
-    allowed, tried = target, list[ErrorSolution]()
-    for _ in range(ROUNDS):
+    allowed, rounds = target, 1
+    while True:
         setting, predicted = _solve(calibration, ladder, form, allowed)
-        tried.append(_verify(model, calibration, setting, target, predicted, impl=impl, tick=tick))
-        worst = max(error for error in tried[-1].delivered if not math.isnan(error))
-        if worst <= target:
-            break
-        allowed *= target / worst
-    return tried[-1]
+        found = _verify(model, calibration, setting, target, predicted, impl=impl, tick=tick)
+        worst = max(error for error in found.delivered if not math.isnan(error))
+        if worst <= target or rounds == ROUNDS:
+            return found
+        allowed, rounds = allowed * target / worst, rounds + 1
 
 
 def error_by_group(probes: Probes, setting: Setting, layers: int, samples: Samples) -> Tensor:
@@ -159,8 +168,9 @@ def error_by_group(probes: Probes, setting: Setting, layers: int, samples: Sampl
 
 
 def _levels(calibration: Calibration, points: int) -> list[float]:
-    densest, sparsest = _reach(calibration)
-    targets = torch.linspace(densest, sparsest, points + 1, dtype=torch.float64)[1:].tolist()
+    least = _least_density(calibration)
+    sparsest = least + 0.01 * (1 - least)  # at the least itself any higher level would do
+    targets = torch.linspace(1.0, sparsest, points + 1, dtype=torch.float64)[1:].tolist()
     found = {solve_density(calibration, target).setting.levels[0] for target in targets}
     if len(found) < 2:
         raise ValueError(
@@ -170,13 +180,11 @@ def _levels(calibration: Calibration, points: int) -> list[float]:
     return sorted(found)
 
 
-def _reach(calibration: Calibration) -> tuple[float, float]:
-    """Density of everything exact, and a hair above the sparsest there is."""
-    high = 0.0 if calibration.algorithm == "skip_softmax" else 1e4
-    mean = calls_mean(calibration)
+def _least_density(calibration: Calibration) -> float:
+    """Mean density of all calls at the sparsest level there is."""
     shape = (calibration.layers, calibration.samples.steps)
-    least = float(mean(torch.full(shape, high, dtype=torch.float64)).mean())
-    return 1.0, least + 0.01 * (1 - least)
+    levels = torch.full(shape, HIGH[calibration.algorithm], dtype=torch.float64)
+    return float(calls_mean(calibration)(levels).mean())
 
 
 def _solve(
@@ -222,10 +230,5 @@ def _verify(
     delivered = error_by_group(probes, setting, layers, samples)
     density = calls_mean(calibration)(setting.level_map(layers, samples.times))
     return ErrorSolution(
-        setting,
-        target,
-        tuple(predicted),
-        tuple(delivered.tolist()),
-        float(density.mean()),
-        probes,
+        setting, target, tuple(predicted), tuple(delivered.tolist()), float(density.mean())
     )

@@ -26,8 +26,8 @@ SPACES = ("linear", "log")
 
 
 @dataclass(frozen=True)
-class Hold:
-    """Where points come from: number of keys and grid of the calibration."""
+class Size:
+    """Sequence length of a calibration: keys of a call, and the grid of tokens (t, h, w)."""
 
     keys: int
     grid: tuple[int, int, int]
@@ -54,7 +54,7 @@ class ExponentialFit:
     sparsity: NDArray[np.float64]
     factor: NDArray[np.float64]
     dropped: int
-    source: Hold | None = None
+    source: Size | None = None
 
     @property
     def domain(self) -> tuple[float, float]:
@@ -116,8 +116,8 @@ class Transfer:
         beyond: requested sparsities left out, because their lambda is above 1 there.
     """
 
-    source: Hold | None
-    target: Hold
+    source: Size | None
+    target: Size
     requested: NDArray[np.float64]
     delivered: NDArray[np.float64]
     beyond: int = 0
@@ -134,7 +134,7 @@ class Transfer:
 
 
 def fit_exponential(
-    sparsity: ArrayLike, factor: ArrayLike, *, space: str = "log", source: Hold | None = None
+    sparsity: ArrayLike, factor: ArrayLike, *, space: str = "log", source: Size | None = None
 ) -> ExponentialFit:
     """Fits a * exp(b * sparsity) by least squares.
 
@@ -180,7 +180,7 @@ def fit_points(
 
 def fit_calibration(calibration: Calibration, *, space: str = "log") -> ExponentialFit:
     """The fit of a SkipSoftmax calibration over all its videos."""
-    return fit_exponential(*fit_points(calibration), space=space, source=hold(calibration))
+    return fit_exponential(*fit_points(calibration), space=space, source=size_of(calibration))
 
 
 def transfer(fit: ExponentialFit, other: Calibration, *, points: int = 9) -> Transfer:
@@ -205,12 +205,12 @@ def transfer(fit: ExponentialFit, other: Calibration, *, points: int = 9) -> Tra
         )
     delivered = np.array([_sparsity(other, float(trial)).mean() for trial in trials[usable]])
     beyond = int((~usable).sum())
-    return Transfer(fit.source, hold(other), requested[usable], delivered, beyond)
+    return Transfer(fit.source, size_of(other), requested[usable], delivered, beyond)
 
 
-def hold(calibration: Calibration) -> Hold:
-    """Length and grid of a calibration."""
-    return Hold(calibration.samples.tokens, calibration.samples.grid)
+def size_of(calibration: Calibration) -> Size:
+    """Keys and grid of a calibration."""
+    return Size(calibration.samples.tokens, calibration.samples.grid)
 
 
 def r_squared(values: NDArray[np.float64], fitted: NDArray[np.float64]) -> float:

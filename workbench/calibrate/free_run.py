@@ -18,7 +18,7 @@ from workbench.attention.log import CallRecord
 from workbench.calibrate.collect import Calibration
 from workbench.calibrate.samples import Samples, Tick
 from workbench.calibrate.setting import Form, Setting, knob
-from workbench.calibrate.solve import Solution, solve_density
+from workbench.calibrate.solve import Solution, by_group, solve_density
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig
 from workbench.models import AttentionCall, VideoDiT
 
@@ -97,20 +97,23 @@ class Delivery:
 
     Attributes:
         density: float64 ``[videos, layers, steps]``, mean over batch and heads of each call.
-        groups: int64 ``[layers, steps]``, -1 for a call that was meant to be dense.
+        setting: what ran.
         samples: the videos.
     """
 
     density: Tensor
-    groups: Tensor
+    setting: Setting
     samples: Samples
 
     @property
+    def groups(self) -> Tensor:
+        """Group of every call, int64 ``[layers, steps]``; -1 where it was meant to be dense."""
+        return self.setting.form.group_map(self.density.shape[1], self.samples.times)
+
+    @property
     def by_group(self) -> Tensor:
-        """Mean of the sparse calls of every group, float64 ``[groups]``."""
-        mean = self.density.mean(dim=0)
-        count = int(self.groups.max()) + 1
-        return torch.stack([mean[self.groups == group].mean() for group in range(count)])
+        """Mean of the sparse calls of every group, float64 ``[groups]``; NaN without one."""
+        return by_group(self.density.mean(dim=0), self.groups, len(self.setting.levels))
 
     @property
     def by_video(self) -> Tensor:
@@ -131,7 +134,14 @@ def deliver(
     impl: str = "auto",
     tick: Tick = lambda label: None,
 ) -> Delivery:
-    """Samples every video with the setting and reads the density that each call delivered."""
+    """Samples every video with the setting and reads the density that each call delivered.
+
+    Args:
+        model: of the setting's layers.
+        setting, samples: what to run, on which videos.
+        impl: implementation of the sparse calls.
+        tick: called when a video begins.
+    """
     rows: list[list[float]] = []
     for index, (label, seed) in enumerate(samples.videos):
         tick(f"{label}, seed {seed}")
@@ -141,8 +151,7 @@ def deliver(
     # The model walks its layers within each step.
     shape = (len(rows), samples.steps, model.config.depth)
     density = torch.tensor(rows, dtype=torch.float64).reshape(shape).transpose(1, 2)
-    groups = setting.form.group_map(model.config.depth, samples.times)
-    return Delivery(density, groups, samples)
+    return Delivery(density, setting, samples)
 
 
 @dataclass(frozen=True)
@@ -151,12 +160,10 @@ class Corrected:
 
     Attributes:
         solution: ``predicted`` is what its calls would deliver on the dense trajectory.
-        drift: density of a free run minus the prediction, for each group, of the last round.
         delivered: the free run of every round, the first without any correction.
     """
 
     solution: Solution
-    drift: Tensor
     delivered: list[Delivery]
 
 
@@ -174,25 +181,20 @@ def solve_free_run(
     Args:
         model: that was calibrated.
         target: mean density of the sparse calls of every group in the free run.
-        form: which levels there are.
+        form: which levels there are; one global level by default.
+        impl: implementation of the sparse calls.
+        tick: called when a video begins.
 
     Raises:
         ValueError: as of :func:`workbench.calibrate.solve.solve_density`.
     """
-    form, drift = form or Form(), torch.zeros(())
     runs: list[Delivery] = []
     found = solve_density(calibration, target, form)
-    for _ in range(ROUNDS):
+    while True:
         runs.append(deliver(model, found.setting, calibration.samples, impl=impl, tick=tick))
-        reached = _padded(runs[-1].by_group, len(found.predicted))
-        drift = (reached - torch.tensor(found.predicted, dtype=torch.float64)).nan_to_num()
+        reached = runs[-1].by_group
         off = (reached - target).nan_to_num().abs().max()
         if len(runs) == ROUNDS or float(off) <= TOLERANCE:
-            break
+            return Corrected(found, runs)
+        drift = (reached - torch.tensor(found.predicted, dtype=torch.float64)).nan_to_num()
         found = solve_density(calibration, target, form, drift=drift)
-    return Corrected(found, drift, runs)
-
-
-def _padded(values: Tensor, count: int) -> Tensor:
-    """Groups after the last sparse one have no density."""
-    return torch.cat([values, values.new_full((count - len(values),), torch.nan)])
