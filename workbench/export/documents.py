@@ -131,6 +131,17 @@ def sparse_of(config: VisualGenConfig, target: str) -> tuple[SparseConfig, list[
     return sparse, notes
 
 
+def refuse_target_0(sparsity: float | None, target: str, fix: str) -> None:
+    """Refuses a target sparsity of 0, which switches skipping off here and not in the servers.
+
+    Raises:
+        NotExpressible: it is 0.
+    """
+    if sparsity == 0:
+        why = "there the formula gives a factor above 0 and skipping stays on; here it is off"
+        raise NotExpressible(target, "target_sparsity=0", why, fix)
+
+
 def configuration(
     target: str, sparse: Mapping[str, Any] | None, quant: Mapping[str, Any] | None = None
 ) -> VisualGenConfig:

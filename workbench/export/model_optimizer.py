@@ -24,6 +24,7 @@ from workbench.export.documents import (
     configuration,
     mapping,
     read_json,
+    refuse_target_0,
     sparse_of,
     write_json,
 )
@@ -117,9 +118,7 @@ def _group(sparse: SkipSoftmaxConfig, target: float, place: Deployment) -> dict[
 
 
 def _factor(calibration: SkipCalibration, target: float) -> float:
-    if target == 0:
-        why = "there the formula gives a factor above 0 and skipping stays on; here it is off"
-        raise NotExpressible(NAME, "target_sparsity=0", why, "Leave the group out")
+    refuse_target_0(target, NAME, "Leave the group out")
     return calibration.factor(target)
 
 

@@ -13,24 +13,19 @@ from workbench.export.outcome import Exported, Imported, NotExpressible
 
 @dataclass(frozen=True)
 class Target:
-    """A format: its title, the suffix of its files, and its two directions."""
+    """A format: its title, and its two directions."""
 
     title: str
-    suffix: str
     write: Callable[[VisualGenConfig, Deployment], Exported]
     read: Callable[[str, Deployment], Imported]
 
 
 TARGETS: dict[str, Target] = {
-    tensorrt_llm.NAME: Target(
-        "TensorRT-LLM VisualGen", ".yaml", tensorrt_llm.write, tensorrt_llm.read
-    ),
-    model_optimizer.NAME: Target(
-        "Model-Optimizer", ".json", model_optimizer.write, model_optimizer.read
-    ),
-    vllm_omni.NAME: Target("vLLM-Omni", ".json", vllm_omni.write, vllm_omni.read),
-    sglang.NAME: Target("SGLang diffusion", ".json", sglang.write, sglang.read),
-    comfyui.NAME: Target("ComfyUI Sol-Attn node", ".json", comfyui.write, comfyui.read),
+    tensorrt_llm.NAME: Target("TensorRT-LLM VisualGen", tensorrt_llm.write, tensorrt_llm.read),
+    model_optimizer.NAME: Target("Model-Optimizer", model_optimizer.write, model_optimizer.read),
+    vllm_omni.NAME: Target("vLLM-Omni", vllm_omni.write, vllm_omni.read),
+    sglang.NAME: Target("SGLang diffusion", sglang.write, sglang.read),
+    comfyui.NAME: Target("ComfyUI Sol-Attn node", comfyui.write, comfyui.read),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from workbench.config import SkipSoftmaxConfig, VisualGenConfig, dump_config, load_config
 from workbench.export.deployment import Deployment
+from workbench.export.documents import refuse_target_0
 from workbench.export.outcome import Exported, Imported, NotExpressible
 
 NAME = "tensorrt_llm"
@@ -46,6 +47,4 @@ def _check(config: VisualGenConfig) -> None:
     sparse = config.attention_config.sparse_attention_config
     if not isinstance(sparse, SkipSoftmaxConfig) or sparse.threshold_scale_factor is not None:
         return
-    if sparse.target_sparsity == 0:
-        why = "there the formula gives a factor above 0 and skipping stays on; here it is off"
-        raise NotExpressible(NAME, "target_sparsity=0", why, "Set threshold_scale_factor: 0")
+    refuse_target_0(sparse.target_sparsity, NAME, "Set threshold_scale_factor: 0")

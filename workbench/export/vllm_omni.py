@@ -32,6 +32,7 @@ from workbench.export.documents import (
     mapping,
     number_of,
     read_json,
+    refuse_target_0,
     write_json,
 )
 from workbench.export.outcome import Exported, Imported, NotExpressible
@@ -132,9 +133,7 @@ def _target(target: float | None) -> float:
     if target is None:
         why = "the checkpoint's own target does not act there"
         raise NotExpressible(NAME, "target_sparsity=None", why, "Set it or the factor")
-    if target == 0:
-        why = "there the formula gives a factor above 0 and skipping stays on; here it is off"
-        raise NotExpressible(NAME, "target_sparsity=0", why, "Set threshold_scale_factor: 0")
+    refuse_target_0(target, NAME, "Set threshold_scale_factor: 0")
     return target
 
 
