@@ -39,8 +39,9 @@ def show_front(
         views.save(draw(found, metric, gates, cost), figure)
     if config is not None:
         best = choose(found, metric)
+        text = config_text(table, best, gates, metric, cost)
         with config.open("x", encoding="utf-8") as file:  # an older file is somebody's
-            file.write(config_text(table, best, gates, metric, cost))
+            file.write(text)
         sys.stdout.write(f"{config}: {best.name}\n")
 
 

@@ -23,10 +23,8 @@ def show_status(store: Store) -> None:
     """Counts, runs, failures with their reasons, and the time that is left."""
     table, counts = store.table(), store.counts()
     print(f"{table.name}: " + ", ".join(f"{n} {state}" for state, n in counts.items()))
-    alive = 0
     for run in store.runs():
         lives = run["ended"] is None and is_alive(store.path, run["id"])
-        alive += lives
         ending = "runs now" if lives else f"ended {run['ended'] or 'by force'}"
         print(f"run {run['id']}: began {run['started']}, {ending}")
     for case in table.cases:
