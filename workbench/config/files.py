@@ -94,7 +94,7 @@ class VisualGenConfig(Strict):
         return data
 
 
-class UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(yaml.SafeLoader):
     """YAML whose mappings name every key once; PyYAML alone lets the last one win in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -110,6 +110,21 @@ class UniqueKeys(yaml.SafeLoader):
             if isinstance(name, Hashable):
                 seen.add(name)
         return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """What YAML text says.
+
+    Args:
+        where: names the text in an error.
+
+    Raises:
+        ValueError: no YAML, or a key that is given twice.
+    """
+    try:
+        return yaml.load(text, _UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
 
 
 def load_config(source: str | Path) -> VisualGenConfig:
@@ -128,10 +143,7 @@ def load_config(source: str | Path) -> VisualGenConfig:
             f"{where}: no such configuration file; give the path of a YAML file"
         )
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
-    try:
-        data = yaml.load(text, UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
+    data = read_yaml(text, where)
     if not isinstance(data, dict) or "attention_config" not in data:
         have = f", found {', '.join(map(str, data))}" if isinstance(data, dict) and data else ""
         raise ValueError(f"{where}: expected a mapping with the key attention_config{have}")

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from workbench.config import AttentionConfig, load_config
 from workbench.config.fields import Integer, Strict
-from workbench.config.files import UniqueKeys
+from workbench.config.files import read_yaml
 from workbench.provenance import file_record
 from workbench.sweep.cases import Case, Sampling, flat, name_of, read_setting, valid
 
@@ -144,10 +143,7 @@ def load_plan(path: Path) -> Plan:
     """
     if not path.is_file():
         raise FileNotFoundError(f"plan={str(path)!r}: no such file; give the path of a YAML file")
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ValueError(f"plan={str(path)!r}: not YAML: {' '.join(str(error).split())}") from error
+    data = read_yaml(path.read_text(encoding="utf-8"), f"plan={str(path)!r}")
     if not isinstance(data, dict):
         raise ValueError(
             f"plan={str(path)!r}: expected a mapping with name, base and grid or cases"
