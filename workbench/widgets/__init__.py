@@ -6,5 +6,14 @@ from workbench.widgets.session import TunerState
 from workbench.widgets.sweep_explorer import SweepExplorer
 from workbench.widgets.tau_tuner import TauTuner
 from workbench.widgets.threshold_tuner import ThresholdTuner
+from workbench.widgets.time_split import TimeSplit
 
-__all__ = ["Compare", "ScheduleEditor", "SweepExplorer", "TauTuner", "ThresholdTuner", "TunerState"]
+__all__ = [
+    "Compare",
+    "ScheduleEditor",
+    "SweepExplorer",
+    "TauTuner",
+    "ThresholdTuner",
+    "TimeSplit",
+    "TunerState",
+]

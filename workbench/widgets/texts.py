@@ -37,6 +37,11 @@ def status(body: str) -> str:
     return f'<div role="status" aria-live="polite" style="{LINE}">{body}</div>'
 
 
+def what_was(text: str) -> str:
+    """The line on what ran, from plain text."""
+    return status(f"<b>What ran:</b> {escape(text)}")
+
+
 def what_ran(
     session: CaptureSession,
     measured: Measured | None,
