@@ -1,6 +1,7 @@
 """ipywidgets around the plain functions of workbench.decisions and workbench.views."""
 
 from workbench.widgets.compare import Compare
+from workbench.widgets.doctor import Doctor
 from workbench.widgets.schedule_editor import ScheduleEditor
 from workbench.widgets.session import TunerState
 from workbench.widgets.sweep_explorer import SweepExplorer
@@ -10,6 +11,7 @@ from workbench.widgets.time_split import TimeSplit
 
 __all__ = [
     "Compare",
+    "Doctor",
     "ScheduleEditor",
     "SweepExplorer",
     "TauTuner",
