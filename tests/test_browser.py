@@ -1,167 +1,164 @@
-"""The notebook in a real JupyterLab in a real browser: the slider moves and the pictures follow.
-
-Set WORKBENCH_SCREENSHOT to a path to keep a picture of the widget.
-"""
+"""The first notebook in a real browser: what one sees there is what Python computes."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
+import base64
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 
+from blockattn import sol_attention
+from tests.browser import (
+    OUTPUT,
+    SECONDS,
+    jupyterlab,
+    keep_picture,
+    needs_browser,
+    open_notebook,
+    open_page,
+    run_all_cells,
+)
+from workbench.capture import open_capture
 from workbench.paths import notebooks_dir
+from workbench.probe import probe_sol
+from workbench.widgets import TauTuner
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage")
-QUIET_FLAGS = ("--disable-quic", "--disable-background-networking", "--disable-component-update")
 NOTEBOOK = "01_tune_tau.ipynb"
-TUNER = ".jp-OutputArea-output .widget-vbox"
-SECONDS = 1000  # playwright counts in milliseconds
+TUNER = f"{OUTPUT} .widget-vbox:has([role=status])"
+MEASURED = f"{TUNER} [role=status]:has-text('Relative L2 error')"
+# Calls above tau 1 fail as on a full GPU.
+BREAK = """
+measure = tuner.session.measure
+def out_of_memory(state):
+    if state.tau > 1:
+        raise MemoryError("no room for the dense call")
+    return measure(state)
+tuner.session.measure = out_of_memory
+"""
 
-
-def browser_path() -> str | None:
-    return next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("playwright") is None,
-        reason="needs the package playwright (pip install playwright; no browser download)",
-    ),
-    pytest.mark.skipif(browser_path() is None, reason=f"needs a browser: one of {BROWSERS}"),
-    pytest.mark.timeout(300),
-]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RuntimeError(f"JupyterLab ended with status {server.returncode}")
-        try:
-            urllib.request.urlopen(url, timeout=1).read()
-            return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.2)
-    raise TimeoutError(f"{url} did not answer within {seconds} s")
-
-
-def lab_settings(folder: Path) -> Path:
-    """JupyterLab without news, and with every cell in the page, also those scrolled away."""
-    choices = {
-        "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-        "notebook-extension/tracker": {"windowingMode": "none"},
-    }
-    for plugin, values in choices.items():
-        path = folder / "@jupyterlab" / f"{plugin}.jupyterlab-settings"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(values))
-    return folder
+pytestmark = needs_browser
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[str]:
-    """Address of a JupyterLab of its own that holds a copy of the notebook."""
+    """A JupyterLab of its own that holds a copy of the notebook."""
     root = tmp_path / "root"
     root.mkdir()
     shutil.copy(notebooks_dir() / NOTEBOOK, root)
-    folders = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
-    environment = {**os.environ, **{name: str(tmp_path / name) for name in folders}}
-    environment["JUPYTERLAB_SETTINGS_DIR"] = str(lab_settings(tmp_path / "settings"))
-    port = free_port()
-    options = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}"]
-    options += ["--IdentityProvider.token=", f"--ServerApp.root_dir={root}"]
-    with (tmp_path / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", *options], env=environment, stdout=log, stderr=log
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/api/status", server)
-        yield f"http://127.0.0.1:{port}/lab/tree/{NOTEBOOK}?reset"
-    finally:
-        server.terminate()
-        server.wait(20)
+    with jupyterlab(root, tmp_path) as address:
+        yield address
 
 
-def test_moving_the_slider_changes_the_pictures_in_the_browser(lab: str):
-    from playwright.sync_api import sync_playwright
+def end_at_the_tuner(root: Path, *more: str) -> None:
+    """Cuts the notebook after the tuner's cell and adds cells."""
+    book = nbformat.read(root / NOTEBOOK, as_version=4)
+    last = next(n for n, cell in enumerate(book.cells) if "TauTuner(" in cell.source)
+    book.cells = [*book.cells[: last + 1], *map(nbformat.v4.new_code_cell, more)]
+    nbformat.write(book, root / NOTEBOOK)
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=browser_path(), args=[*FLAGS, *QUIET_FLAGS]
-        )
-        page = browser.new_page(
-            viewport={"width": 1500, "height": 1300}, device_scale_factor=scale()
-        )
-        problems: list[str] = []
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.set_default_timeout(120 * SECONDS)
-        run_all_cells(page, lab)
-        pictures = page.locator(f"{TUNER} img")
-        before = [pictures.nth(n).get_attribute("src") for n in range(2)]
-        tau = page.locator(f"{TUNER} .widget-slider").first
-        assert tau.locator(".widget-readout").inner_text() == "1.00"
-        tau.locator(".noUi-handle").focus()
-        for _ in range(10):
-            page.keyboard.press("ArrowRight")
-        assert tau.locator(".widget-readout").inner_text() == "1.50"
-        for n, source in enumerate(before):
-            changed = "([css, n, old]) => document.querySelectorAll(css)[n].src !== old"
-            page.wait_for_function(changed, arg=[f"{TUNER} img", n, source])
-        status = page.locator(f"{TUNER} [role=status]")
-        status.get_by_text("Relative L2 error against dense").wait_for()
+
+def press(page, key: str, times: int) -> None:
+    page.locator(f"{TUNER} .noUi-handle").first.focus()
+    for _ in range(times):
+        page.keyboard.press(key)
+
+
+def readout(page) -> str:
+    return page.locator(f"{TUNER} .widget-readout").first.inner_text()
+
+
+def first_picture(page) -> bytes:
+    """The PNG behind the tuner's first picture, as the browser holds it."""
+    text = page.evaluate(
+        """async css => {
+            const blob = await (await fetch(document.querySelector(css).src)).blob();
+            const bytes = new Uint8Array(await blob.arrayBuffer());
+            return btoa(Array.from(bytes, b => String.fromCharCode(b)).join(''));
+        }""",
+        f"{TUNER} img",
+    )
+    return base64.b64decode(text)
+
+
+def wait_until_measured(page, tau: float) -> None:
+    """Waits for the density that Python's own call delivers at this tau."""
+    call = open_capture().load(*open_capture().entries[0])
+    trace = sol_attention(call.q, call.k, call.v, tau=tau, return_trace=True)[1]
+    page.locator(MEASURED).get_by_text(f"{trace.density:.4f}").wait_for()
+
+
+def test_tau_follows_keyboard_and_mouse_and_shows_what_python_computes(lab: str):
+    with open_page() as page:
+        open_notebook(page, lab, NOTEBOOK)
+        run_all_cells(page, MEASURED)
+        assert readout(page) == "1.00"
+        press(page, "ArrowRight", 10)
+        assert readout(page) == "1.50"
+        wait_until_measured(page, 1.5)
+        check_against_python(page, 1.5)
+        tau = drag(page, by=120)
+        wait_until_measured(page, tau)
+        check_against_python(page, tau)
+        keep_picture(page.locator(TUNER).first, "tau_tuner")
+
+
+def drag(page, by: int) -> float:
+    """Drags the handle by some pixels; the tau it comes to rest at."""
+    before = readout(page)
+    box = page.locator(f"{TUNER} .noUi-handle").first.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + by, y, steps=8)
+    page.mouse.up()
+    assert float(readout(page)) > float(before)
+    return float(readout(page))
+
+
+def check_against_python(page, tau: float) -> None:
+    """Error of every head and the picture itself, byte for byte, from calls of this process."""
+    call = open_capture().load(*open_capture().entries[0])
+    errors = probe_sol(call.q, call.k, call.v, tau).error.relative_l2[0]
+    text = page.locator(MEASURED).inner_text()
+    for head, error in enumerate(errors.tolist()):
+        assert f"head {head} {error:.4f}" in text
+    here = TauTuner(open_capture())
+    here.controls.tau.value = tau
+    page.wait_for_timeout(0.5 * SECONDS)
+    assert first_picture(page) == here.picture
+
+
+def test_an_error_is_seen_where_it_happens_and_goes_with_the_next_good_call(
+    lab: str, tmp_path: Path
+):
+    end_at_the_tuner(tmp_path / "root", BREAK)
+    with open_page() as page:
+        open_notebook(page, lab, NOTEBOOK)
+        run_all_cells(page, MEASURED)
         assert page.locator(f"{TUNER} [role=alert]").count() == 0
-        keep_picture(page)
-        browser.close()
-    assert problems == []
+        press(page, "ArrowRight", 1)
+        alert = page.locator(f"{TUNER} [role=alert]")
+        alert.get_by_text("MemoryError: no room for the dense call").wait_for()
+        keep_picture(page.locator(TUNER).first, "tau_tuner_error")
+        press(page, "ArrowLeft", 1)
+        alert.wait_for(state="detached")
+        wait_until_measured(page, 1.0)
 
 
-def run_all_cells(page, address: str) -> None:
-    page.goto(address)
-    page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
-    page.wait_for_selector(".jp-StatusBar-TextItem:has-text('| Idle')")
-    started = ".jp-NotebookPanel .jp-InputPrompt:text-matches('[0-9*]')"
-    for _ in range(5):
-        page.locator(".jp-NotebookPanel .jp-Cell").first.click()
-        page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
-        page.locator('.lm-Menu-itemLabel:text-is("Run All Cells")').click()
-        # JupyterLab drops what is sent while its connection to a fresh kernel settles.
-        page.wait_for_timeout(1 * SECONDS)
-        if page.locator(started).count():
-            break
-    measured = f"{TUNER} [role=status]:has-text('Relative L2 error')"
-    failed = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
-    page.wait_for_selector(f"{measured}, {failed}")
-    assert page.locator(failed).all_inner_texts() == []
-
-
-def scale() -> float:
-    return 1.25 if os.environ.get("WORKBENCH_SCREENSHOT") else 1.0
-
-
-def keep_picture(page) -> None:
-    target = os.environ.get("WORKBENCH_SCREENSHOT")
-    if target:
-        page.locator(f"{TUNER} input[type=number]").fill("128")
-        page.keyboard.press("Tab")
-        page.locator(f"{TUNER} .noUi-handle").nth(1).focus()
-        page.keyboard.press("ArrowRight")
-        page.wait_for_timeout(4 * SECONDS)
-        page.locator(TUNER).first.screenshot(path=target)
+def test_a_reloaded_page_shows_the_widget_as_it_was_left(lab: str, tmp_path: Path):
+    end_at_the_tuner(tmp_path / "root")
+    with open_page() as page:
+        open_notebook(page, lab, NOTEBOOK)
+        run_all_cells(page, MEASURED)
+        press(page, "ArrowRight", 4)
+        wait_until_measured(page, 1.2)
+        picture = first_picture(page)
+        page.keyboard.press("Control+s")
+        page.locator(".jp-mod-dirty").wait_for(state="detached")
+        page.reload()
+        page.locator(MEASURED).wait_for()
+        assert readout(page) == "1.20"
+        assert first_picture(page) == picture
