@@ -16,10 +16,18 @@ from workbench.probe import attention_error
 from workbench.tiles import explain_tile
 from workbench.widgets import ThresholdTuner, skip_session
 from workbench.widgets.skip_session import SkipState, describe_threshold, log2_of_factor
+from workbench.widgets.threshold_tuner import SkipPanel
 
 
 @pytest.fixture
 def tuner() -> ThresholdTuner:
+    return ThresholdTuner(capture_of(), device="cpu")
+
+
+@pytest.fixture
+def blank(monkeypatch: pytest.MonkeyPatch) -> ThresholdTuner:
+    """For what is not about the picture: each would take longer to draw than all the rest."""
+    monkeypatch.setattr(SkipPanel, "draw", lambda *_: PNG)
     return ThresholdTuner(capture_of(), device="cpu")
 
 
@@ -53,79 +61,79 @@ def test_every_knob_changes_state_and_picture(tuner: ThresholdTuner, knob: str, 
 
 
 @pytest.mark.parametrize("tile", [128, 64])
-def test_its_numbers_are_those_of_the_plain_functions(tuner: ThresholdTuner, tile: int):
-    turn(tuner, layer=4, head=0, tile=tile, log2_threshold=-0.75)
+def test_its_numbers_are_those_of_the_plain_functions(blank: ThresholdTuner, tile: int):
+    turn(blank, layer=4, head=0, tile=tile, log2_threshold=-0.75)
     call, threshold = load(4, 9), 2.0**-0.75
     gaps = skip_gaps(call.q, call.k, tile=(tile, tile))
     out, trace = skip_softmax_attention(
         call.q, call.k, call.v, threshold=threshold, tile=(tile, tile), return_trace=True
     )
-    view, measured = tuner.view, tuner.measured
+    view, measured = blank.view, blank.measured
     assert measured is not None
     states = decisions.skip_states(trace.skipped, trace.reachable)
     assert int((states == TileState.SKIPPED).sum()) > 0
     assert torch.equal(view.states, states)
     assert torch.allclose(view.density, 1 - gaps.sparsity([threshold])[0, :, 0])
     assert float(view.density.mean()) == pytest.approx(trace.density)
-    assert decisions.describe_skip(states) in tuner.summary
+    assert decisions.describe_skip(states) in blank.summary
     error = attention_error(out, attend(call.q, call.k, call.v)).relative_l2[0]
     assert torch.allclose(measured.relative_l2, error)
-    assert f"delivered density <b>{trace.density:.4f}</b>" in tuner.what_ran
+    assert f"delivered density <b>{trace.density:.4f}</b>" in blank.what_ran
 
 
 def test_threshold_moves_ask_the_cached_gaps_again(
-    tuner: ThresholdTuner, monkeypatch: pytest.MonkeyPatch
+    blank: ThresholdTuner, monkeypatch: pytest.MonkeyPatch
 ):
     asked = []
     monkeypatch.setattr(
         skip_session, "skip_gaps", lambda *a, **k: asked.append(k["tile"]) or skip_gaps(*a, **k)
     )
     for value in (-8.0, -0.5):
-        turn(tuner, log2_threshold=value)
+        turn(blank, log2_threshold=value)
     assert asked == []
-    turn(tuner, tile=64)
+    turn(blank, tile=64)
     assert asked == [(64, 64)]
 
 
-def test_slider_and_factor_are_two_handles_of_one_threshold(tuner: ThresholdTuner):
-    controls = tuner.controls
+def test_slider_and_factor_are_two_handles_of_one_threshold(blank: ThresholdTuner):
+    controls = blank.controls
     controls.log2_threshold.value = -3.0
     assert controls.factor.value == GRID.tokens / 8
     controls.factor.value = 100.0
     assert controls.log2_threshold.value == pytest.approx(math.log2(100 / GRID.tokens))
     assert controls.factor.value == 100.0
-    assert "threshold_scale_factor = lambda * 320 keys = 100." in tuner.summary
+    assert "threshold_scale_factor = lambda * 320 keys = 100." in blank.summary
     controls.factor.value = 0.0
     assert controls.log2_threshold.value == controls.log2_threshold.min
 
 
-def test_another_tile_size_keeps_the_place_in_the_video(tuner: ThresholdTuner):
-    tuner.controls.query_block.value = 2
-    tuner.controls.tile.value = 64
-    assert (tuner.controls.query_block.value, tuner.controls.query_block.max) == (4, 4)
-    tuner.controls.tile.value = 128
-    assert (tuner.controls.query_block.value, tuner.controls.query_block.max) == (2, 2)
-    assert tuner.problem == ""
+def test_another_tile_size_keeps_the_place_in_the_video(blank: ThresholdTuner):
+    blank.controls.query_block.value = 2
+    blank.controls.tile.value = 64
+    assert (blank.controls.query_block.value, blank.controls.query_block.max) == (4, 4)
+    blank.controls.tile.value = 128
+    assert (blank.controls.query_block.value, blank.controls.query_block.max) == (2, 2)
+    assert blank.problem == ""
 
 
-def test_nothing_skipped_is_called_dense(tuner: ThresholdTuner):
-    tuner.controls.log2_threshold.value = -24.0
-    assert "this ran dense" in tuner.summary
-    assert "this ran dense" in tuner.what_ran
+def test_nothing_skipped_is_called_dense(blank: ThresholdTuner):
+    blank.controls.log2_threshold.value = -24.0
+    assert "this ran dense" in blank.summary
+    assert "this ran dense" in blank.what_ran
 
 
-def test_an_error_is_shown_and_goes_away(tuner: ThresholdTuner, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_is_shown_and_goes_away(blank: ThresholdTuner, monkeypatch: pytest.MonkeyPatch):
     def broken(*_, **__):
         raise RuntimeError("kernel <lost>")
 
     with monkeypatch.context() as patch:
         patch.setattr(skip_session, "skip_softmax_attention", broken)
         with pytest.raises(RuntimeError, match="lost"):
-            tuner.controls.log2_threshold.value = -2.0
-    assert "RuntimeError: kernel &lt;lost&gt;" in tuner.problem
-    assert "failed, see the error above" in tuner.what_ran
-    tuner.controls.log2_threshold.value = -1.0
-    assert tuner.problem == ""
+            blank.controls.log2_threshold.value = -2.0
+    assert "RuntimeError: kernel &lt;lost&gt;" in blank.problem
+    assert "failed, see the error above" in blank.what_ran
+    blank.controls.log2_threshold.value = -1.0
+    assert blank.problem == ""
 
 
 # -- one tile, in words ---------------------------------------------------------------------
