@@ -145,9 +145,9 @@ def test_a_skip_map_agrees_with_an_independent_reference(tokens, tile, threshold
     along = 4 * level.repeat_interleave(128)[:tokens, None, None].expand(-1, 2, 1)
     q[..., :4], k[0, :, :, :4] = 8, along.to(DTYPE)
     settings: dict[str, Any] = {"skip_threshold": threshold, "skip_tile": tile}
-    unserved = kernels.obstacles(make_problem(q, k, v, **settings))
-    if unserved:
-        pytest.skip(f"the Triton kernels do not serve this: {'; '.join(unserved)}")
+    major = torch.cuda.get_device_capability()[0] if DEVICE == "cuda" else 9
+    if tile == (128, 128) and major not in (9, 10):
+        pytest.skip("needs the shared memory of compute capability 9 or 10 for tiles of 128 x 128")
     out, trace = attend(q, k, v, impl="triton", return_trace=True, **settings)
     dropped, scale = trace.skipped.dense(), q.shape[3] ** -0.5
     assert bool(dropped.any()) == (threshold > 0)
