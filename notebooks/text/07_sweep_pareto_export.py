@@ -1,12 +1,13 @@
 # %% [markdown]
-# # From a sweep to a server's file
+# # 7. From a sweep to a server's file
+#
+# ← [6. Calibrate and solve](06_calibrate_and_solve.ipynb)  ·  [8. A capture of your own](08_your_own_capture.ipynb) →
 #
 # **What you learn.** How many settings are compared on the same noise in one resumable database; which of them no other
-# one beats (the Pareto front); how quality gates and the dense-against-dense control decide; and how the chosen setting leaves for
-# each serving stack, or why it cannot.
+# one beats (the Pareto front); how quality gates and the dense-against-dense control decide; and how the chosen setting
+# leaves for each serving stack, or why it cannot.
 #
-# **What you need.** This package and nothing else: a small trained video diffusion transformer is bundled. A GPU is used when
-# there is one.
+# **What you need.** Videos, control and schedules from notebook 5; the bundled video model.
 #
 # **How long.** Under a minute on two CPU cores, with the small values below.
 
@@ -44,6 +45,7 @@ from workbench.sweep.front import configuration, front_table, points
 from workbench.sweep.plan import make_plan
 from workbench.sweep.run import local_workers, visible_gpus
 from workbench.sweep.session import run_sweep
+from workbench.widgets import SweepExplorer
 
 folder = Path(tempfile.mkdtemp())
 plan, database = folder / "plan.yaml", folder / "front.db"
@@ -71,7 +73,7 @@ first, again
 # ## Gates and front
 #
 # A gate is a limit that the *worst* video of a setting has to keep. A setting is dominated when another one costs no more and is no
-# worse, and better in one of them. The gain here is the share of block pairs that stay exact: it follows from the
+# worse, and better in one of them. The gain here is all block pairs / exact ones: it follows from the
 # setting alone.
 
 # %%
@@ -83,8 +85,15 @@ front_table(by_density, "psnr", "density")
 # %%
 views.picture(
     draw(by_density, "psnr", gates, "density"),
-    "PSNR against dense over block pairs saved: front, dominated settings, gate and control.",
+    "PSNR against dense over all / exact block pairs: front, dominated settings, gate, control.",
 )
+
+# %% [markdown]
+# The same picture to point at: hover for the full configuration of a setting, click to open it.
+
+# %%
+explorer = SweepExplorer(database, gates=", ".join(GATES))
+explorer
 
 # %% [markdown]
 # **Read the control first.** What it differs from dense is rounding; a setting is judged by what it loses beyond that. A gate that
@@ -140,6 +149,7 @@ print(made.text, *made.notes, sep="\n")
 assert first == again
 assert first["done"] == len(cases)
 assert best in front(by_density, "psnr")
+assert explorer.problem == ""
 assert all(gate.passes(case.metrics[gate.metric]) for gate in gates for case in table.of(best.name))
 assert all(p.quality < c.quality for p in by_density for c in by_density if c.control > p.control)
 sparse = config.attention_config.sparse_attention_config
