@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from tests.panel_inputs import PNG
 from tests.policy_inputs import model
 from workbench import views
+from workbench.attention.phase import dense_steps
 from workbench.config import load_config
 from workbench.models import denoising_times
 from workbench.sample.settings import SampleSettings
 from workbench.schedule import CallKind, Schedule, describe
 from workbench.views.schedule_map import KINDS
 from workbench.widgets import ScheduleEditor, schedule_editor
-from workbench.widgets.schedule_controls import ScheduleControls
+from workbench.widgets.schedule_controls import ScheduleControls, round_cutoff
 from workbench.widgets.schedule_editor import NAME, sample_schedule
 
 GRID = (4, 8, 8)
@@ -68,6 +69,17 @@ def test_cutoffs_between_two_steps_mean_the_same(steps: int, shift: float, cutof
     assert Schedule(times, 2, cutoff=high).dense_steps == schedule.dense_steps
     if low > 0:
         assert Schedule(times, 2, cutoff=low).dense_steps == schedule.dense_steps + 1
+
+
+@given(st.integers(1, 200), st.floats(0.2, 12), st.data())
+def test_a_round_cutoff_keeps_as_many_steps_as_wanted(steps: int, shift: float, data):
+    times = denoising_times(steps, shift)[:-1]
+    wanted = data.draw(st.integers(1, steps))
+    cutoff = round_cutoff(times, wanted)
+    assert dense_steps(times, cutoff) == wanted
+    low = times[wanted] if wanted < steps else 0.0
+    if times[wanted - 1] - low > 0.001:
+        assert round(1000 * cutoff) / 1000 == pytest.approx(cutoff, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +135,7 @@ def test_it_starts_with_a_map_a_text_and_a_configuration(editor: ScheduleEditor)
 def test_cutoff_and_dense_steps_are_two_handles_of_one_thing(editor: ScheduleEditor):
     controls = editor.controls
     controls.dense_steps.value = 3
-    assert controls.cutoff.value == pytest.approx(0.75, abs=1e-6)  # 3 * 0.5 / (3 * 0.5 + 0.5)
+    assert controls.cutoff.value == 0.75  # 3 * 0.5 / (3 * 0.5 + 0.5)
     assert editor.schedule.dense_steps == 3
     controls.cutoff.value = 0.95
     assert controls.dense_steps.value == 1

@@ -59,12 +59,17 @@ class Setting:
         checks.one_of("algorithm", self.algorithm, ALGORITHMS)
 
     def __str__(self) -> str:
-        knobs = {
-            "sol_attn": f" tau {self.tau:g} {self.thresh_type}",
-            "skip_softmax": f" log2(lambda) {self.log2_threshold:g}, tiles of {self.tile}",
-            "dense": "",
-        }
-        return f"{self.algorithm}{knobs[self.algorithm]}, impl {self.impl}"
+        return ", ".join(filter(None, (self.algorithm, self.knobs, f"impl {self.impl}")))
+
+    @property
+    def knobs(self) -> str:
+        """The knobs that the algorithm looks at, in words."""
+        if self.algorithm == "sol_attn":
+            sink = f", sink {self.sink_tokens}" if self.sink_tokens else ""
+            return f"tau {self.tau:g} {self.thresh_type}{sink}"
+        if self.algorithm == "skip_softmax":
+            return f"log2(lambda) {self.log2_threshold:g}, tile {self.tile}"
+        return ""
 
     @property
     def left_out(self) -> str:

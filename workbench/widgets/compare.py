@@ -18,7 +18,7 @@ from workbench.widgets.compare_session import CompareSession, CompareState, Comp
 from workbench.widgets.panel import MEASURING, Panel
 from workbench.widgets.panels import DPI, WIDTH
 
-HEIGHT = 4.75  # inches
+HEIGHT = 4.95  # inches
 
 
 class Compare(Panel):
@@ -81,7 +81,7 @@ class Compare(Panel):
         summary = describe_agreement(view.codes)
         self._picture.show(self._maps.draw(view), f"Maps of A, B and their difference. {summary}")
         self._summary.value = texts.lines(summary, *_surprises(view))
-        self._table.value = self.session.table(view)._repr_html_()
+        self._table.value = texts.table(self.session.table(view))
 
     def _remeasure(self) -> None:
         if self.session.automatic:
@@ -132,16 +132,13 @@ class ComparePanel:
         ):
             density = float(route.density_per_head()[0, state.head])
             kind = "delivered" if measured else "planned"
-            title = f"{name}: {_title(setting)}\ndensity {density:.3f}, {kind}"
+            title = f"{name}: {setting.algorithm} · {setting.impl}\n{setting.knobs}\n"
+            title += f"density {density:.3f}, {kind}"
             views.draw_exact(ax, route.dense()[0, state.head], title, rest=setting.left_out)
         flipped = int(view.flipped[state.head])
         where = f"layer {state.layer} · step {state.step} · head {state.head}"
-        views.draw_agreement(self._axes[2], view.codes, f"A and B: {flipped:,} flipped\n{where}")
+        views.draw_agreement(self._axes[2], view.codes, f"A and B: {flipped:,} flipped\n{where}\n")
         return views.to_png(self.figure)
-
-
-def _title(setting: Setting) -> str:
-    return str(setting).replace(", impl ", " · ")
 
 
 def _surprises(view: CompareView) -> list[str]:

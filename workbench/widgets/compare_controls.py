@@ -24,7 +24,7 @@ class Side:
 
     def __init__(self, name: str, tokens: int, tau: float):
         wide = {"layout": {"width": "96%"}, "style": {"description_width": "170px"}}
-        small = {"layout": {"width": "46%"}, "style": {"description_width": "96px"}}
+        small = {"layout": {"width": "47%"}, "style": {"description_width": "106px"}}
         self.name = name
         self.algorithm = widgets.Dropdown(options=ALGORITHMS, description="Algorithm", **small)
         self.impl = widgets.Dropdown(
@@ -75,13 +75,10 @@ class Side:
 
     def box(self) -> widgets.Widget:
         """The side as a column under its name."""
-        row = [self.algorithm, self.impl, self.thresh_type, self.sink_tokens, self.tile]
-        column = [
-            widgets.HTML(f"<b>{self.name}</b>"),
-            self.tau,
-            self.log2_threshold,
-            widgets.HBox(row, layout=ROW),
-        ]
+        which = widgets.HBox([self.algorithm, self.impl], layout=ROW)
+        rest = widgets.HBox([self.thresh_type, self.sink_tokens, self.tile], layout=ROW)
+        heading = widgets.HTML(f"<b>{self.name}</b>")
+        column = [heading, which, self.tau, self.log2_threshold, rest]
         border = {"border_left": "4px solid #aab4c0", "padding": "0 0 0 8px", "width": "49%"}
         return widgets.VBox(column, layout=border)
 

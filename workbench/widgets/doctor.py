@@ -59,8 +59,7 @@ class Doctor(Panel):
     def _redraw(self) -> None:
         self._summary.value = texts.lines(describe_report(self.report))
         tables = (findings_table, implementations_table, machine_table, packages_table)
-        made = [table(self.report) for table in tables]
-        self._tables.value = "".join(table._repr_html_() for table in made if table.rows)
+        self._tables.value = texts.table(*(table(self.report) for table in tables))
 
     def _show_what_ran(self) -> None:
         able = [item.name for item in self.report.implementations if item.why_not is None]

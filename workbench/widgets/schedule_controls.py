@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import ipywidgets as widgets
 
 from blockattn.sol import THRESHOLD_TYPES
@@ -13,7 +16,8 @@ from workbench.sample.schedules import cutoff_of
 from workbench.schedule import Schedule
 from workbench.widgets.entry import ROW
 
-WIDE = {"layout": {"width": "98%"}, "style": {"description_width": "210px"}}
+WIDE = {"layout": {"width": "98%"}, "style": {"description_width": "250px"}}
+STEP = 0.001  # of the cutoff's slider
 SMALL = {"layout": {"width": "190px"}, "style": {"description_width": "96px"}}
 
 
@@ -41,9 +45,9 @@ class ScheduleControls:
         )
         self.cutoff = widgets.FloatSlider(
             value=0.9,
-            min=0.005,
+            min=STEP,
             max=1.0,
-            step=0.005,
+            step=STEP,
             description="Cutoff (denoising time, 1 = noisiest)",
             readout_format=".3f",
             **WIDE,
@@ -142,10 +146,23 @@ class ScheduleControls:
 
     def _follow_steps(self, number: int) -> None:
         if dense_steps(self.times, round(self.cutoff.value, 6)) != number:
-            # Rounded down, or the last of the dense steps would fall out by rounding.
-            cutoff = cutoff_of(self.times, number) or 1.0
-            self.cutoff.value = int(cutoff * 1e6) / 1e6
+            self.cutoff.value = round_cutoff(self.times, number)
 
     def _follow_phase(self, wanted: bool) -> None:
         for knob in (self.cutoff, self.dense_steps):
             knob.disabled = not wanted
+
+
+def round_cutoff(times: Sequence[float], dense: int) -> float:
+    """A cutoff that keeps the first ``dense`` steps: a whole multiple of the slider's step.
+
+    Where two steps lie nearer together than that, it is the time itself, rounded down.
+
+    Args:
+        times: falling denoising times.
+        dense: at least 1, at most all.
+    """
+    high = cutoff_of(times, dense) or 1.0
+    low = times[dense] if dense < len(times) else 0.0
+    whole = round(math.floor(high / STEP + 1e-9) * STEP, 6)
+    return whole if low < whole <= high else math.floor(high * 1e6) / 1e6

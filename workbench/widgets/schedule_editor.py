@@ -12,7 +12,8 @@ from workbench import schedule as schedules
 from workbench import views
 from workbench.config import AttentionConfig, SolAttnConfig, VisualGenConfig, dump_config
 from workbench.models import VideoDiT, load_model
-from workbench.sample.run import SampleResult, SampleSettings, run, units
+from workbench.sample.run import SampleResult, run, units
+from workbench.sample.settings import SampleSettings
 from workbench.sample.variants import BASELINE, CONTROL, Variant
 from workbench.schedule import Schedule
 from workbench.views.table import Table
@@ -113,7 +114,7 @@ class ScheduleEditor(Panel):
 
     def _sampled(self, result: SampleResult) -> None:
         self.result = result
-        self._table.value = trial_table(result)._repr_html_()
+        self._table.value = texts.table(trial_table(result))
         self._show_state()
 
     def _failed(self, error: Exception) -> None:

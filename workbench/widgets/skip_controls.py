@@ -24,7 +24,7 @@ class SkipControls(EntryControls):
             value=-4.0,
             min=LOWEST,
             max=0.0,
-            step=0.25,
+            step=0.05,
             description="log2(lambda)",
             readout_format=".2f",
             **wide,
@@ -33,10 +33,10 @@ class SkipControls(EntryControls):
             value=2.0**-4 * self._tokens,
             min=0.0,
             max=float(self._tokens),
-            description="Scale factor (lambda x keys)",
+            description="Factor (lambda x keys)",
             tooltip="threshold_scale_factor, the number of configurations and calibrations",
-            layout={"width": "300px"},
-            style={"description_width": "180px"},
+            layout={"width": "270px"},
+            style={"description_width": "150px"},
         )
         self.tile = widgets.Dropdown(
             options=[(f"{size} x {size}", size) for size in TILES],

@@ -148,7 +148,7 @@ class SweepExplorer(Panel):
         ]
         self._spots.show(png, f"Cost and quality of every setting. {' '.join(lines)}", spots)
         self._summary.value = texts.lines(*lines)
-        self._list.value = front_table(found, metric, cost)._repr_html_()
+        self._list.value = texts.table(front_table(found, metric, cost))
         self._show_setting(metric, cost, gates)
 
     def _show_setting(self, metric: str, cost: str, gates: list[Gate]) -> None:
@@ -158,7 +158,7 @@ class SweepExplorer(Panel):
             text = "no results yet" if chosen is None else "dense against dense needs no file"
         else:
             text = config_text(self.table, chosen, gates, metric, cost)
-        table = sweep_texts.cases_table(self.table, name)._repr_html_()
+        table = texts.table(sweep_texts.cases_table(self.table, name))
         self._detail.value = f'<pre style="{PRE}">{escape(text)}</pre>{table}'
         opened = sweep_texts.origin(self.database, name) if self.opened.value else ""
         self._origin.value = f'<pre style="{PRE}">{escape(opened)}</pre>' if opened else ""

@@ -7,6 +7,7 @@ from html import escape
 
 from torch import Tensor
 
+from workbench.views.table import Table
 from workbench.widgets.capture_session import CaptureSession, Measured
 
 LINE = "margin:2px 0;line-height:1.45;font-size:13px"
@@ -14,6 +15,13 @@ ALERT = (
     "margin:4px 0;padding:6px 10px;border:1px solid #b3261e;border-left-width:5px;"
     "color:#8c1d18;background:#fdf1f0;font-size:13px;white-space:pre-wrap"
 )
+
+TABLE_STYLE = """<style>
+.wb-table {overflow-x: auto; font-size: 12px; line-height: 1.35}
+.wb-table table {margin: 6px 0}
+.wb-table td, .wb-table th {padding: 2px 16px 2px 0; vertical-align: top}
+.wb-table th {border-bottom: 1px solid #aab4c0}
+</style>"""
 
 
 def heading(session: CaptureSession) -> str:
@@ -30,6 +38,12 @@ def heading(session: CaptureSession) -> str:
 def lines(*texts: str) -> str:
     """Plain lines under a picture."""
     return "".join(f'<div style="{LINE}">{escape(text)}</div>' for text in texts)
+
+
+def table(*tables: Table) -> str:
+    """Tables, close-set, that scroll sideways where they are wider than the panel."""
+    body = "".join(one._repr_html_() for one in tables if one.rows)
+    return f'{TABLE_STYLE}<div class="wb-table">{body}</div>'
 
 
 def status(body: str) -> str:

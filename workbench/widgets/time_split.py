@@ -79,7 +79,13 @@ class TimeSplit(Panel):
             style={"description_width": "44px"},
         )
         self.tau = widgets.BoundedFloatText(
-            value=1.0, min=-1.0, max=1000.0, step=0.25, description="tau (std)", **NARROW
+            value=1.0,
+            min=-1.0,
+            max=1000.0,
+            step=0.25,
+            description="tau (std)",
+            layout={"width": "160px"},
+            style={"description_width": "66px"},
         )
         self.repeats = widgets.BoundedIntText(
             value=9, min=1, max=99, description="Rounds", **NARROW
@@ -147,7 +153,7 @@ class TimeSplit(Panel):
         lines = [report.where, *describe_split(report)]
         self._picture.show(self._maker.draw(report), " ".join(lines))
         self._summary.value = texts.lines(*lines)
-        self._table.value = split_table(report)._repr_html_()
+        self._table.value = texts.table(split_table(report))
 
     def _show_what_ran(self) -> None:
         ran = "nothing yet" if self.report is None else self.report.ran
