@@ -111,6 +111,7 @@ class RouteViewer(anywidget.AnyWidget):
             key_block=grid[1] // 4,
             window=[0, grid[0], 0, grid[1]],
         )
+        self._index = Debouncer(lambda: self._guard(self._fill_index), 0.0)
         self._later = Debouncer(lambda: self._guard(self._follow), LOAD_WAIT)
         self._guard(self._load)
         self.ground = ground.tobytes()
@@ -123,8 +124,9 @@ class RouteViewer(anywidget.AnyWidget):
     # -- for scripts and papers ------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Loads now what waits for the controls to rest."""
+        """Does now what waits: another mask, its place in the index."""
         self._later.flush()
+        self._index.flush()
 
     def current(self) -> tuple[Mask, int]:
         """The mask at the chosen tau and the index of the chosen head in it."""
@@ -211,7 +213,7 @@ class RouteViewer(anywidget.AnyWidget):
         if wanted and not small:
             self._send_scores(heads)
             self._show(mask, heads, scored=True)
-        self._remember(mask)
+        self._index()  # in a notebook once the cell has ended, after the picture is on its way
 
     def _show(self, mask: Mask, heads: range, *, scored: bool) -> None:
         """Tells the browser that what it was sent is complete, and what it is."""
@@ -236,12 +238,12 @@ class RouteViewer(anywidget.AnyWidget):
             raise ValueError("book: has no scores, so tau cannot move; give MaskSet(scores=...)")
         return self.book.scores(self.layer, self.step, heads)
 
-    def _remember(self, mask: Mask) -> None:
+    def _fill_index(self) -> None:
         """A mask that was loaded has a place in the index."""
-        entry = (self.layer, self.step)
+        entry = (self.shown["layer"], self.shown["step"])
         if entry not in self.book.densities and entry not in self._known:
-            self._known[entry] = mask.density()
-        self.densities = payload.density_table(self.book, self._known, mask.heads)
+            self._known[entry] = self.mask.density()
+        self.densities = payload.density_table(self.book, self._known, self.mask.heads)
 
     def _hand_over(self, name: str, data: bytes) -> None:
         """One update for each part, so that none is larger than 1 MB."""

@@ -1,6 +1,6 @@
 // Puts the parts together: one persistent view, one drawing for each screen frame at most.
 
-const SAVE_WAIT = 150; // ms of quiet before the kernel hears of a change
+const REPORT_WAIT = 150; // ms of quiet before the kernel hears what is on the screen
 const PATIENCE = 5000; // ms after which a kernel that does not answer is mentioned
 const HELP =
   "Map: click a pair to explain it, drag to pan, wheel to zoom once clicked (or with Ctrl). Keys on " +
@@ -85,12 +85,13 @@ class Viewer {
     return this.pairs?.codes ? this.model.get("tau") : (this.model.get("shown").tau ?? 0);
   }
 
-  set(values, { at_once = false } = {}) {
+  /**
+   * Saved at once: ipywidgets keeps one message under way and joins the others, and it knows which
+   * echoes are stale only for what it was given to save.
+   */
+  set(values) {
     for (const [name, value] of Object.entries(values)) this.model.set(name, value);
-    clearTimeout(this.saving);
-    const save = () => this.model.save_changes();
-    if (at_once) save();
-    else this.saving = setTimeout(save, SAVE_WAIT);
+    this.model.save_changes();
   }
 
   setStop(index) {
@@ -100,13 +101,13 @@ class Viewer {
 
   /** Another call or head; the kernel is asked only for what is not here. */
   open(layer, step, head) {
-    this.set({ layer, step, head }, { at_once: true });
+    this.set({ layer, step, head });
     const { place } = this;
     this.await(place.layer !== layer || place.step !== step || place.head !== head, "mask");
   }
 
   askForScores() {
-    this.set({ want_scores: true }, { at_once: true });
+    this.set({ want_scores: true });
     this.await(true, "scores");
   }
 
@@ -204,7 +205,7 @@ class Viewer {
 
   close() {
     for (const [name, heard] of this.heard) this.model.off(`change:${name}`, heard);
-    clearTimeout(this.waiting);
+    for (const timer of [this.waiting, this.reporting, this.framesTimer]) clearTimeout(timer);
     cancelAnimationFrame(this.frame);
   }
 
@@ -263,7 +264,9 @@ class Viewer {
     const head = `${pairs.serial}/${pairs.codes !== null}/${place.head}`;
     this.kept("index", `${head}/${model.get("densities")?.byteLength}`, () => this.index.draw());
     this.kept("curve", of, () => this.drawCurve(place.head, tau));
-    this.drawFrames(`${of}/${query}`, query);
+    // The frames follow right after the map is on the screen: they take longer than the map.
+    clearTimeout(this.framesTimer);
+    this.framesTimer = setTimeout(() => this.guard(() => this.drawFrames(`${of}/${query}`, query)));
     this.controls.show({ ...place, ...this.asking() }, tau, pairs.stops, this.scoreState());
     this.say(window, query, key);
   }
@@ -300,11 +303,12 @@ class Viewer {
     if (!this.ground.length) this.ground = null;
     if (blocks?.length) this.tokenBlocks = new Uint16Array(blocks.slice().buffer);
     if (!this.tokenBlocks || !this.ground) return; // they come after the first picture
-    const row = new Uint8Array(this.pairs.columns);
-    decideRow(this.choice, query, 0, this.pairs.columns, row);
     this.kept("frames", key, () => {
+      const row = new Uint8Array(this.pairs.columns);
+      decideRow(this.choice, query, 0, this.pairs.columns, row);
       this.selection.textContent = this.frames.draw(row, query, this.tokenBlocks);
     });
+    this.framesTimer = null;
   }
 
   say(window, query, key) {
@@ -359,7 +363,7 @@ class Viewer {
       const shown = { ...this.place, tau, scored: pairs.codes !== null, window: this.window() };
       const made = { factor: picture.factor, size, mean };
       this.set({ report: { ...shown, ...numbers, ...made, why, work } });
-    }, SAVE_WAIT);
+    }, REPORT_WAIT);
   }
 
   /** Runs work; an error is shown here and told to the kernel, whose log keeps it. */
@@ -370,7 +374,7 @@ class Viewer {
       this.failed = `Error in the browser: ${error.message}`;
       this.problem.textContent = `⚠ ${this.failed}`;
       this.problem.hidden = false;
-      this.set({ browser_problem: `${error.message}\n${error.stack}` }, { at_once: true });
+      this.set({ browser_problem: `${error.message}\n${error.stack}` });
       return undefined;
     }
   }
