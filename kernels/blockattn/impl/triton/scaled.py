@@ -96,14 +96,16 @@ def run(problem: Problem, config: Config | None = None) -> Result:
         problem = replace(problem, tail=summary(_operands(problem)), tail_to_come=False)
     dtype = problem.q.dtype if problem.q.dtype in TRITON_TYPES else torch.float32
     out = torch.empty(problem.q.shape, dtype=dtype, device=problem.q.device)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
+    lse = None
+    if problem.want_trace:
+        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
     tiles = num_blocks(queries, config.rows), num_blocks(problem.k.shape[1], config.columns)
     dropped = None
     if problem.skip_threshold is not None:
         dropped = torch.zeros(batch, heads, *tiles, dtype=torch.int8, device=out.device)
     if out.numel():
         with torch.cuda.device_of(out):
-            _launch(problem, config, out, lse if problem.want_trace else None, dropped)
+            _launch(problem, config, out, lse, dropped)
     skipped = None
     if dropped is not None and problem.want_trace:
         words = map_words(dropped)
