@@ -96,6 +96,26 @@ def lab(
 
 
 @app.command()
+def serve(
+    panel: Annotated[
+        str,
+        typer.Argument(help="tau, threshold, compare, schedule, sweep, time or doctor."),
+    ] = "tau",
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A capture (the bundled one by default); for sweep: its database."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 8866 or a free one by default.")] = None,
+    browser: Annotated[bool, typer.Option(help="Open a browser window.")] = True,
+) -> None:
+    """Serve a panel as a page of its own, without a notebook, to browsers of this machine."""
+    from workbench import serve as serve_
+
+    wanted = serve_.request(panel, file)
+    serve_.serve(serve_.voila_argv(port=port, browser=browser), wanted)
+
+
+@app.command()
 def tune(
     capture: Annotated[
         Path | None, typer.Argument(help="A capture (.safetensors); the bundled one by default.")

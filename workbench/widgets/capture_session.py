@@ -30,7 +30,7 @@ class CaptureLike(Protocol):
     title: str
 
     @property
-    def video(self) -> Tensor | None:
+    def video(self) -> Any:  # no narrower type fits a reader that caches it by a descriptor
         """uint8 ``[frames, height, width, 3]`` or None."""
         ...
 
