@@ -86,7 +86,7 @@ class MapView {
   /** Lines where latent frames begin, unless they would lie closer than one can see. */
   frames(context) {
     const edges = this.viewer.facts.frames;
-    if (edges.length < 3 || (edges[2] - edges[1]) * this.cell[1] < 12) return;
+    if (edges.length < 3 || (edges[2] - edges[1]) * this.cell[1] < 24) return;
     for (const edge of edges.slice(1, -1)) {
       line(context, AREA.x, this.y(edge), AREA.x + AREA.width, this.y(edge), FRAME, 0.8);
       line(context, this.x(edge), AREA.y, this.x(edge), AREA.y + AREA.height, FRAME, 0.8);

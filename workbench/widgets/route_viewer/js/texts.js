@@ -120,9 +120,10 @@ function framesText(keys, own, facts) {
   const exact = keys.reduce((sum, on) => sum + on, 0);
   const [touched, home] = [frames(keys).length, frames(own)];
   const place = home.length ? `frame ${home.join(", ")}` : "the text";
+  const drawn = facts.grid[0] > SHOWN ? ` Drawn are ${SHOWN} of the frames.` : "";
   return (
     `${whole(exact)} of ${whole(keys.length)} video tokens are attended exactly (tinted), in ` +
-    `${touched} of ${facts.grid[0]} frames; the query block (red outline) lies in ${place}.`
+    `${touched} of ${facts.grid[0]} frames; the query block (red outline) lies in ${place}.${drawn}`
   );
 }
 

@@ -354,16 +354,18 @@ class Viewer {
   /** Tells the kernel what is on the screen, once it rests. */
   report() {
     clearTimeout(this.reporting);
-    this.reporting = setTimeout(() => {
-      const { picture, total, pairs, tau } = this;
-      const { why, work } = this.times[this.times.length - 1];
-      const size = [picture.rows, picture.columns];
-      const mean = picture.density.reduce((sum, value) => sum + value, 0) / picture.density.length;
-      const numbers = { density: total.density, counts: total.counts, rows: [total.fewest, total.most] };
-      const shown = { ...this.place, tau, scored: pairs.codes !== null, window: this.window() };
-      const made = { factor: picture.factor, size, mean };
-      this.set({ report: { ...shown, ...numbers, ...made, why, work } });
-    }, REPORT_WAIT);
+    this.reporting = setTimeout(() => this.guard(() => this.tell()), REPORT_WAIT);
+  }
+
+  tell() {
+    const { picture, total, pairs, tau } = this;
+    const { why, work } = this.times[this.times.length - 1];
+    const { density, counts, fewest, most } = total;
+    const sum = picture.density.reduce((all, value) => all + value, 0);
+    const { factor } = picture;
+    const made = { factor, size: [picture.rows, picture.columns], mean: sum / picture.density.length };
+    const shown = { ...this.place, tau, scored: pairs.codes !== null, window: this.map.window };
+    this.set({ report: { ...shown, ...made, density, counts, rows: [fewest, most], why, work } });
   }
 
   /** Runs work; an error is shown here and told to the kernel, whose log keeps it. */
