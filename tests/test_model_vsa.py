@@ -17,8 +17,8 @@ from workbench.models.train import main as train_command
 from workbench.models.train import train
 from workbench.models.trainer import TrainConfig, Trainer
 from workbench.models.vsa_training import differentiable_vsa, vsa_for_training
-from workbench.models.weights import VSA_WEIGHTS, load_model, save_model, training_record
-from workbench.paths import data_dir
+from workbench.models.weights import load_model, save_model, training_record
+from workbench.paths import VSA_WEIGHTS, data_dir
 
 TINY = DiTConfig(depth=2, width=32, heads=2, head_dim=16)
 GATED = replace(TINY, gate=True)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
+# Files in data_dir(); named here so that a plan or a command can name them without loading torch.
+BUNDLED_WEIGHTS = "tiny_video_dit.safetensors"
+VSA_WEIGHTS = "tiny_video_dit_vsa.safetensors"  # fine-tuned with VSA, with its gate
 
 
 def checkout_dir() -> Path | None:

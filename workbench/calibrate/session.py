@@ -23,8 +23,7 @@ from workbench.calibrate.setting import Form, Setting
 from workbench.capture.recorder import model_checksum
 from workbench.devices import choose_device
 from workbench.models import VideoDiT, load_model
-from workbench.models.weights import BUNDLED_WEIGHTS
-from workbench.paths import data_dir
+from workbench.paths import BUNDLED_WEIGHTS, data_dir
 from workbench.provenance import provenance
 from workbench.run_folder import check_new, default_folder
 from workbench.terminal import recording_console

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from workbench.models import VSA_WEIGHTS
 from workbench.models.compare_vsa import compare
-from workbench.paths import data_dir
+from workbench.paths import VSA_WEIGHTS, data_dir
 
 NAMES = {
     "dense": "dense weights, dense attention",

@@ -6,11 +6,10 @@ Needs torch, numpy and safetensors alone, so that it also trains on a bare GPU m
 from .dit import AttentionCall, AttentionFn, DiTConfig, VideoDiT, dense_attention
 from .moving_shapes import CLASS_NAMES, make_videos
 from .sampler import denoising_times, sample
-from .weights import VSA_WEIGHTS, load_model, save_model, training_record
+from .weights import load_model, save_model, training_record
 
 __all__ = [
     "CLASS_NAMES",
-    "VSA_WEIGHTS",
     "AttentionCall",
     "AttentionFn",
     "DiTConfig",

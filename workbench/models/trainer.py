@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ..paths import BUNDLED_WEIGHTS, VSA_WEIGHTS
 from .dit import AttentionFn, DiTConfig, VideoDiT, dense_attention
 from .loss import flow_matching_loss
 from .moving_shapes import make_videos
 from .vsa_training import vsa_for_training
-from .weights import BUNDLED_WEIGHTS, VSA_WEIGHTS, load_model, save_model, training_record
+from .weights import load_model, save_model, training_record
 
 Grid = tuple[int, int, int]
 

@@ -12,11 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..paths import data_dir
+from ..paths import BUNDLED_WEIGHTS, data_dir
 from .dit import DiTConfig, VideoDiT
 
-BUNDLED_WEIGHTS = "tiny_video_dit.safetensors"
-VSA_WEIGHTS = "tiny_video_dit_vsa.safetensors"  # fine-tuned with VSA, with its gate
 FORMAT = "workbench.video_dit/1"
 
 

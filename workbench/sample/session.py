@@ -15,9 +15,8 @@ from tqdm import tqdm
 from blockattn import checks
 from workbench.config import VisualGenConfig, load_config
 from workbench.devices import choose_device
-from workbench.models import VSA_WEIGHTS, VideoDiT, load_model
-from workbench.models.weights import BUNDLED_WEIGHTS
-from workbench.paths import data_dir
+from workbench.models import VideoDiT, load_model
+from workbench.paths import BUNDLED_WEIGHTS, VSA_WEIGHTS, data_dir
 from workbench.quality import Lpips, lpips_obstacle
 from workbench.run_folder import check_new, default_folder
 from workbench.sample import report as sample_report

@@ -25,7 +25,7 @@ from workbench.config import (
     faults,
 )
 from workbench.config.fields import Integer, Number, Strict
-from workbench.paths import data_dir
+from workbench.paths import BUNDLED_WEIGHTS, VSA_WEIGHTS, data_dir
 
 if TYPE_CHECKING:
     from workbench.sample.settings import SampleSettings
@@ -38,7 +38,7 @@ SPARSE: dict[str, type[Strict]] = {
 # Without a sparse algorithm: the policy with sparsity off, or quantised operands alone.
 ALGORITHMS = ("dense", *SPARSE, "quant")
 CONTROL = "dense_control"
-BUNDLED = {"base": "tiny_video_dit.safetensors", "vsa": "tiny_video_dit_vsa.safetensors"}
+BUNDLED = {"base": BUNDLED_WEIGHTS, "vsa": VSA_WEIGHTS}
 # Always part of a setting's name, at its default too.
 MAIN_FIELDS = {"tau", "threshold_scale_factor", "target_sparsity", "vsa_sparsity", "qk_dtype"}
 
