@@ -348,6 +348,20 @@ def test_a_click_in_the_index_opens_the_mask_of_another_layer_and_head(lab: Lab)
     viewer.root.get_by_text("layer 0 · step 0 · head 0").wait_for()
 
 
+def test_the_index_shows_errors_across_steps_and_says_which_call_is_worst(lab: Lab):
+    viewer = lab.viewer(0)
+    viewer.root.get_by_label("Quantity").select_option("error")
+    viewer.root.get_by_label("Across").select_option("step")
+    text = viewer.read("v.index.text.textContent")
+    assert "4 of 12 known: 0.250 (layer 0, step 0, head 0) to 0.750 (layer 2, step 8" in text
+    click_cell(viewer, row=1, column=1)
+    viewer.root.get_by_text("layer 2 · step 8 · head 0").wait_for()
+    click_cell(viewer, row=0, column=0)
+    viewer.root.get_by_text("layer 0 · step 0 · head 0").wait_for()
+    viewer.root.get_by_label("Quantity").select_option("density")
+    viewer.root.get_by_label("Across").select_option("head")
+
+
 def click_cell(viewer: Viewer, row: int, column: int) -> None:
     width, height = viewer.read("v.index.size")
     place = {"x": 46 + (column + 0.5) * width, "y": 8 + (row + 0.5) * height}

@@ -2,6 +2,7 @@
 
 from workbench.widgets.compare import Compare
 from workbench.widgets.doctor import Doctor
+from workbench.widgets.route_viewer import RouteViewer
 from workbench.widgets.schedule_editor import ScheduleEditor
 from workbench.widgets.session import TunerState
 from workbench.widgets.sweep_explorer import SweepExplorer
@@ -12,6 +13,7 @@ from workbench.widgets.time_split import TimeSplit
 __all__ = [
     "Compare",
     "Doctor",
+    "RouteViewer",
     "ScheduleEditor",
     "SweepExplorer",
     "TauTuner",

@@ -120,28 +120,38 @@ class FramesView {
     return made;
   }
 
-  /** Edges between marked tokens and others. */
+  /** Edges between marked tokens and others, a straight run at a time: runs draw far faster. */
   outline(context, mask, width, height, x, y, [across, down], color, pen) {
     context.strokeStyle = color;
     context.lineWidth = pen;
     context.lineCap = "square";
     context.beginPath();
-    for (let h = 0; h < height; h++) {
-      for (let w = 0; w < width; w++) {
-        if (!mask[h * width + w]) continue;
-        const [left, top] = [x + w * across, y + h * down];
-        const [right, foot] = [left + across, top + down];
-        if (!h || !mask[(h - 1) * width + w]) this.edge(context, left, top, right, top);
-        if (h + 1 === height || !mask[(h + 1) * width + w]) this.edge(context, left, foot, right, foot);
-        if (!w || !mask[h * width + w - 1]) this.edge(context, left, top, left, foot);
-        if (w + 1 === width || !mask[h * width + w + 1]) this.edge(context, right, top, right, foot);
-      }
+    const at = (h, w) => (h < 0 || w < 0 || h >= height || w >= width ? 0 : mask[h * width + w]);
+    for (let h = 0; h <= height; h++) {
+      this.runs(width, (w) => at(h, w) !== at(h - 1, w), (from, to) => {
+        context.moveTo(x + from * across, y + h * down);
+        context.lineTo(x + to * across, y + h * down);
+      });
+    }
+    for (let w = 0; w <= width; w++) {
+      this.runs(height, (h) => at(h, w) !== at(h, w - 1), (from, to) => {
+        context.moveTo(x + w * across, y + from * down);
+        context.lineTo(x + w * across, y + to * down);
+      });
     }
     context.stroke();
   }
 
-  edge(context, x0, y0, x1, y1) {
-    context.moveTo(x0, y0);
-    context.lineTo(x1, y1);
+  /** Calls `draw(from, to)` for every longest stretch below `count` on which `edge` holds. */
+  runs(count, edge, draw) {
+    let from = -1;
+    for (let n = 0; n <= count; n++) {
+      const on = n < count && edge(n);
+      if (on && from < 0) from = n;
+      if (!on && from >= 0) {
+        draw(from, n);
+        from = -1;
+      }
+    }
   }
 }

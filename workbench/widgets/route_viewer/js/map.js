@@ -149,7 +149,8 @@ class MapView {
     const names = decisionNames(this.viewer.facts);
     const rule = classes
       ? "1 cell = 1 block pair"
-      : `1 pixel = mean of ${factor[0]} × ${factor[1]} pairs (query × key)`;
+      : `1 pixel = mean of ${factor[0]} × ${factor[1]} pairs (query × key)` +
+        (counts[UNDECIDED] ? ", undecided ones count half" : "");
     const used = classes ? [0, 1, 2, 3, 4].filter((code) => counts[code]) : [];
     const key = [rule, ...used].join();
     if (this.explained !== key) {
