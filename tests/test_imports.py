@@ -33,7 +33,13 @@ INTERFACE = {
 # Highest first. A module imports from its own row or a lower one. What no row names is analysis.
 LAYERS = (
     {"workbench.cli"},
-    {"workbench.widgets", "workbench.lab", "workbench.doctor", "workbench.render", "workbench.serve"},
+    {
+        "workbench.widgets",
+        "workbench.lab",
+        "workbench.doctor",
+        "workbench.render",
+        "workbench.serve",
+    },
     {
         "workbench.tune",
         "workbench.sample",

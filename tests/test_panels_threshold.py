@@ -99,10 +99,16 @@ def test_slider_and_factor_are_two_handles_of_one_threshold(blank: ThresholdTune
     controls = blank.controls
     controls.log2_threshold.value = -3.0
     assert controls.factor.value == GRID.tokens / 8
+    assert blank.state.log2_threshold == -3.0
     controls.factor.value = 100.0
-    assert controls.log2_threshold.value == pytest.approx(math.log2(100 / GRID.tokens))
+    wanted = pytest.approx(math.log2(100 / GRID.tokens), abs=1e-6)
+    assert blank.state.log2_threshold == wanted
+    assert controls.log2_threshold.value == wanted
+    controls.log2_threshold.value = -1.7  # a browser rounds the slider to its nearest step
     assert controls.factor.value == 100.0
     assert "threshold_scale_factor = lambda * 320 keys = 100." in blank.summary
+    controls.log2_threshold.value = -1.65  # and the next step counts
+    assert blank.state.log2_threshold == -1.65
     controls.factor.value = 0.0
     assert controls.log2_threshold.value == controls.log2_threshold.min
 

@@ -11,8 +11,15 @@ from workbench.widgets.skip_session import LOWEST, SkipSession, SkipState, log2_
 TILES = (128, 64)
 
 
+STEP = 0.05  # of the slider, in log2(lambda)
+
+
 class SkipControls(EntryControls):
-    """Widgets for every field of :class:`SkipState`, and the factor as another handle of one."""
+    """Widgets for every field of :class:`SkipState`.
+
+    The threshold has two handles: the slider and the factor. The factor is what counts, because a
+    browser rounds a slider to whole steps, and a factor from a configuration must stay as it is.
+    """
 
     def __init__(self, session: SkipSession):
         super().__init__(session)
@@ -24,7 +31,7 @@ class SkipControls(EntryControls):
             value=-4.0,
             min=LOWEST,
             max=0.0,
-            step=0.05,
+            step=STEP,
             description="log2(lambda)",
             readout_format=".2f",
             **wide,
@@ -56,13 +63,17 @@ class SkipControls(EntryControls):
 
     @property
     def knobs(self) -> dict[str, widgets.ValueWidget]:
-        """Every control by its field of :class:`SkipState`."""
-        return {name: getattr(self, name) for name in SkipState.__dataclass_fields__}
+        """Every control by its field of :class:`SkipState`; the factor stands for the threshold."""
+        found = {name: getattr(self, name) for name in SkipState.__dataclass_fields__}
+        found["log2_threshold"] = self.factor
+        return found
 
     @property
     def state(self) -> SkipState:
         """What the controls say now."""
-        return SkipState(**{name: knob.get_interact_value() for name, knob in self.knobs.items()})
+        values = {name: knob.get_interact_value() for name, knob in self.knobs.items()}
+        values["log2_threshold"] = self._log2_of_factor
+        return SkipState(**values)
 
     def top(self) -> widgets.Widget:
         """Where to look and the method's knobs."""
@@ -73,13 +84,17 @@ class SkipControls(EntryControls):
         """The tile to explain."""
         return widgets.HBox([self.query_block, self.key_block], layout={"width": "98%"})
 
+    @property
+    def _log2_of_factor(self) -> float:
+        return round(log2_of_factor(self.factor.get_interact_value(), self._tokens), 6)
+
     def _follow_threshold(self, change: dict) -> None:
-        # Where the factor came first, rounding must not move it again.
-        if log2_of_factor(self.factor.value, self._tokens) != change["new"]:
+        if abs(change["new"] - self._log2_of_factor) > STEP / 2:
             self.factor.value = 2.0 ** change["new"] * self._tokens
 
     def _follow_factor(self, change: dict) -> None:
-        self.log2_threshold.value = log2_of_factor(change["new"], self._tokens)
+        if abs(self.log2_threshold.value - self._log2_of_factor) > STEP / 2:
+            self.log2_threshold.value = self._log2_of_factor
 
     def _follow_tile(self, change: dict) -> None:
         """The same place in the video, in tiles of the new size."""

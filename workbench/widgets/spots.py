@@ -18,12 +18,13 @@ STYLE = """<style>
   position: absolute; width: 22px; min-width: 0; height: 22px; margin: -11px 0 0 -11px; padding: 0;
   border: none; border-radius: 11px; background: transparent; box-shadow: none; font-size: 0;
   color: transparent; white-space: pre; text-align: left; line-height: 1.4; z-index: 1}
-.jupyter-widgets.jupyter-button.wb-spot:hover, .jupyter-widgets.jupyter-button.wb-spot:focus {
+.jupyter-widgets.jupyter-button.wb-spot:hover,
+.jupyter-widgets.jupyter-button.wb-spot:focus-visible {
   width: auto; height: auto; padding: 6px 10px; border: 1px solid #1f3f77; border-radius: 4px;
   background: #ffffff; color: #1c2430; font-size: 12px; box-shadow: 0 2px 8px #5d6876; z-index: 9}
 .jupyter-widgets.jupyter-button.wb-spot:hover {z-index: 10}
 .jupyter-widgets.jupyter-button.wb-spot.wb-left:hover,
-.jupyter-widgets.jupyter-button.wb-spot.wb-left:focus {
+.jupyter-widgets.jupyter-button.wb-spot.wb-left:focus-visible {
   transform: translateX(calc(-100% + 22px))}
 </style>"""
 MIDDLE = 0.45  # cards of places right of this open to the left
