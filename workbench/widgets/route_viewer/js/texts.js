@@ -47,9 +47,11 @@ function boundsOf(stops, code) {
   return [code ? stops[code - 1] : -Infinity, code < stops.length ? stops[code] : Infinity];
 }
 
-function rangeText([low, high], digits = 2) {
-  if (low === -Infinity) return `at most ${high.toFixed(digits)}`;
-  if (high === Infinity) return `above ${low.toFixed(digits)}`;
+/** With two digits, or as many more as it takes to tell the bounds apart. */
+function rangeText([low, high]) {
+  if (low === -Infinity) return `at most ${high.toFixed(2)}`;
+  if (high === Infinity) return `above ${low.toFixed(2)}`;
+  const digits = [2, 3, 4].find((n) => low.toFixed(n) !== high.toFixed(n)) ?? 5;
   return `${low.toFixed(digits)} to ${high.toFixed(digits)}`;
 }
 
