@@ -251,10 +251,12 @@ def test_quantisers_are_measured_over_the_time_of_their_bytes(run):
     cases = kernel_rows.quant_rows(run, {9})
     x = run.bench.qkv("random", TINY.long)[0]
     assert len(cases) == len(kernel_rows.QUANTISERS)
-    for case, encode in zip(cases, kernel_rows.QUANTISERS.values()):
-        size = x.nbytes + kernel_rows.encoded_bytes(encode(x))
+    assert set(kernel_rows.READS) == set(kernel_rows.QUANTISERS)
+    for case, (name, encode) in zip(cases, kernel_rows.QUANTISERS.items()):
+        reads = 1 if name == "mxfp8" else 2
+        size = reads * x.nbytes + kernel_rows.encoded_bytes(encode(x))
         assert case.measured == {"triton": pytest.approx(1.0 / (size / 1e3))}
-        assert f"{size:,} bytes" in case.setting
+        assert f"{size:,} bytes, x read {('once', 'twice')[reads - 1]}" in case.setting
 
 
 def test_the_roofline_is_set_by_the_slower_of_the_two():

@@ -6,6 +6,7 @@ code points (test_quant_formats.py).
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import partial
 from unittest.mock import patch
 
@@ -186,10 +187,10 @@ def e4m3_of(x_ptr, out_ptr, COUNT: tl.constexpr, CONVERT: tl.constexpr):
 
 
 @triton.jit
-def e2m1_of(x_ptr, scale_ptr, out_ptr, COUNT: tl.constexpr):
+def e2m1_of(x_ptr, scale_ptr, out_ptr, COUNT: tl.constexpr, FUSED: tl.constexpr):
     place = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    bits = tl.load(x_ptr + place).to(tl.int32, bitcast=True)
-    tl.store(out_ptr + place, quantise._e2m1(bits, 1.0, tl.load(scale_ptr + place)))
+    size = quantise._quotient(tl.load(x_ptr + place), tl.load(scale_ptr + place), FUSED)
+    tl.store(out_ptr + place, quantise._e2m1(size) & 0xFF)
 
 
 def padded(x):
@@ -229,19 +230,56 @@ def test_e4m3_keeps_nan(convert):
     assert ((out[:2] & 0x7F) == 0x7F).all()
 
 
-def test_e2m1_by_comparison_equals_the_rounded_quotient_at_every_limit_of_every_scale():
-    limits = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of the codes of e2m1
+
+
+def quotients_at_every_limit():
+    """Numbers around limit * scale, and the scales, for every limit and every scale of a block."""
     scale = e4m3_numbers()[1:]
-    x = neighbours((limits[:, None] * scale).flatten(), 4)
-    scale = (scale.expand(7, -1).flatten()[:, None].expand(-1, 9)).flatten().repeat(2)
-    quotient = (x / scale).numpy()
+    x = neighbours((torch.tensor(LIMITS)[:, None] * scale).flatten(), 4)
+    x = x[: len(x) // 2]
+    return x, scale.repeat(7).repeat_interleave(9)
+
+
+def nearest_codes(quotient):
+    """Code points by search: the nearest one, of two the even code."""
     points = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    distance = np.abs(np.abs(quotient.astype(np.float64))[:, None] - points)
+    distance = np.abs(np.asarray(quotient, dtype=np.float64)[:, None] - points)
     nearest = distance == distance.min(axis=1, keepdims=True)
-    code = np.where(nearest, np.arange(8) % 2, 2).argmin(axis=1) + 8 * np.signbit(quotient)
+    return np.where(nearest, np.arange(8) % 2, 2).argmin(axis=1)
+
+
+@pytest.mark.parametrize("fused", sorted({False, DEVICE == "cuda"}))
+def test_e2m1_of_a_quotient_at_every_limit_of_every_scale(fused):
+    x, scale = quotients_at_every_limit()
+    more = torch.tensor([0.0, 5.9, 6.1, 7.0, 9.0, 1e30, torch.inf, 2.0**-140])
+    x, scale = torch.cat([x, more]), torch.cat([scale, torch.ones(len(more))])
     out = torch.empty(len(padded(x)), dtype=torch.int32, device=DEVICE)
-    e2m1_of[(len(out) // 1024,)](padded(x), padded(scale), out, COUNT=1024)
-    assert np.array_equal(out.cpu().numpy()[: len(code)], code)
+    e2m1_of[(len(out) // 1024,)](padded(x), padded(scale), out, COUNT=1024, FUSED=fused)
+    finite = np.minimum((x / scale).numpy(), 100)
+    assert np.array_equal(out.cpu().numpy()[: len(x)], nearest_codes(finite))
+
+
+def rounded(number):
+    """A positive fraction rounded to 24 bits, ties to even."""
+    exponent = number.numerator.bit_length() - number.denominator.bit_length()
+    unit = Fraction(2) ** (exponent - 23 - (number < Fraction(2) ** exponent))
+    return round(number / unit) * unit
+
+
+def test_a_product_in_two_parts_decides_every_code_as_the_quotient_does():
+    """What a GPU computes, in exact fractions, whichever neighbour its reciprocal falls on."""
+    x, scale = quotients_at_every_limit()
+    expected = nearest_codes(x / scale)
+    for offset in (-1, 0, 1):
+        inverse = ((1 / scale).view(torch.int32) + offset).view(torch.float32)
+        found = []
+        for number, by, over in zip(*(map(Fraction, y.tolist()) for y in (x, scale, inverse))):
+            lost = 1 - over * by
+            rest = rounded(abs(lost) * over) * (1 if lost > 0 else -1) if lost else Fraction(0)
+            part = rounded(number * abs(rest)) * (1 if rest > 0 else -1) if rest else Fraction(0)
+            found.append(float(rounded(number * over + part)))
+        assert np.array_equal(nearest_codes(found), expected)
 
 
 # -- special values, memory ------------------------------------------------------------------

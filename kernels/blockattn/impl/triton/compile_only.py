@@ -144,6 +144,8 @@ def compile_quantisers(
         "ROWS": quantise.ROWS,
         "STEPS": quantise.STEPS,
         "CONVERT": capability >= 89,
+        "CONVERT_E2M1": capability >= 100,
+        "FUSED": True,
         "LARGEST": quantise.largest_number(dtype),
         "stride_d": 1,
     }
@@ -226,7 +228,8 @@ def _resources(built: Any) -> Resources:
     ptx = built.asm["ptx"]
     kinds = {"wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma", "tma": "cp.async.bulk.tensor"}
     kinds |= {"scaled": "block_scale", "fp8 unit": "kind::f8f6f4"}
-    kinds |= {"e4m3": "cvt.rn.satfinite.e4m3x2.f32", "division": "div.rn.f32", "flush": ".ftz"}
+    kinds |= {"e4m3": "cvt.rn.satfinite.e4m3x2.f32", "e2m1": "cvt.rn.satfinite.e2m1x2.f32"}
+    kinds |= {"division": "div.rn.f32", "flush": ".ftz", "reciprocal": "rcp.approx.ftz"}
     kinds |= {"approximate division": "div.full", "fused": "fma.rn", "wide load": "ld.global.v4"}
     counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}
     return Resources(

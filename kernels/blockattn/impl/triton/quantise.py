@@ -3,16 +3,18 @@
 Plan. One program takes ROWS tokens of a (head, batch), loads them once, and writes the elements and
 the scale bytes, already swizzled. Its rows are those whose scales lie next to one another: word w
 of a 128 x 4 tile belongs to row 32 (w mod 4) + w div 4, so that scale bytes leave as whole words of
-consecutive addresses; rows past the sequence write the padding. Where the tensor (NVFP4, FP8 V) or
+consecutive addresses; rows past the sequence write the padding. An NVFP4 program takes such rows
+until a tile is full, since what it does once would cost as much as the rows. Where the tensor (NVFP4, FP8 V) or
 a channel (FP8 V) shares a scale, a first pass takes the largest magnitude with an atomic maximum on
 the bits of float32 numbers, which order like integers once the sign is gone: the order of programs
 cannot change it, and NaN, above infinity, wins. Bytes bound: MXFP8 reads every element once, the
 others twice.
 
 Exactness. Scales and FP8 V are divided with correct rounding; MXFP8 multiplies by the inverse power
-of two, which rounds alike. NVFP4 elements are never divided: x g / s rounded to float32 lies above
-a limit of e2m1 exactly when x g lies above limit * s, since both products are float32 numbers and
-the gap between such numbers is wider than what the quotient's rounding can bridge.
+of two, which rounds alike. A block scale of NVFP4 has 4 significant bits, and by such a number one
+multiplies in two parts, 1 / s and what its rounding lost: the sum, rounded once by a fused
+multiply-add, is the rounded quotient wherever that decides a code. The interpreter has no fused
+multiply-add, and divides.
 All offsets are 64 bits wide; inputs may have any strides. bfloat16 is widened by its bits, which
 the interpreter, too, does exactly (its own cast loses denormal numbers).
 """
@@ -35,7 +37,7 @@ ROWS = 32
 STEPS = 8  # row groups per program of the amax pass: fewer atomics
 # A fused multiply-add would round once where PyTorch rounds twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-NVFP4_OPTIONS = OPTIONS | {"num_warps": 8}  # with 4 it takes 120 registers
+NVFP4_OPTIONS = OPTIONS | {"num_warps": 8}  # with 4 it takes 110 registers
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
@@ -52,15 +54,19 @@ E4M3_MAX_BITS = tl.constexpr(0x43E00000)  # 448.0
 
 @triton.jit
 def _load(
-    x, batch, head, rows, stride_b, stride_t, stride_h, stride_d, tokens,
+    x, batch, head, first, rows, stride_b, stride_t, stride_h, stride_d, tokens,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bits of float32 ``[ROWS, WIDTH / BLOCK, BLOCK]``, zeros outside the tensor."""
+    """Bits of float32 ``[ROWS, WIDTH / BLOCK, BLOCK]``, zeros outside the tensor.
+
+    Rows count from ``first``, so that in a loop over it their offsets are computed once.
+    """
     channel = (tl.arange(0, WIDTH // BLOCK) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     base = x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    base += first.to(tl.int64) * stride_t
     offsets = rows.to(tl.int64)[:, None, None] * stride_t
     offsets += channel.to(tl.int64)[None, :, :] * stride_d
-    inside = (rows < tokens)[:, None, None] & (channel < DIM)[None, :, :]
+    inside = (rows < tokens - first)[:, None, None] & (channel < DIM)[None, :, :]
     values = tl.load(base + offsets, mask=inside, other=0.0)
     if x.dtype.element_ty == tl.bfloat16:
         return values.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -68,13 +74,14 @@ def _load(
 
 
 @triton.jit
-def _store(codes, batch, head, rows, tokens, heads, values, SIZE: tl.constexpr):
-    """Bytes ``[ROWS, blocks, bytes]`` into their rows of contiguous ``[B, S, H, SIZE]``."""
-    line = (batch.to(tl.int64) * tokens + rows) * heads + head
+def _store(codes, batch, head, first, rows, tokens, heads, values, SIZE: tl.constexpr):
+    """Bytes ``[ROWS, blocks, bytes]`` into rows first + rows of contiguous ``[B, S, H, SIZE]``."""
+    line = (batch.to(tl.int64) * tokens + first) * heads + head
     block = tl.arange(0, values.shape[1]) * values.shape[2]
     byte = block[:, None] + tl.arange(0, values.shape[2])[None, :]
-    inside = (rows < tokens)[:, None, None] & (byte < SIZE)[None, :, :]
-    tl.store(codes + line[:, None, None] * SIZE + byte[None, :, :], values, mask=inside)
+    inside = (rows < tokens - first)[:, None, None] & (byte < SIZE)[None, :, :]
+    offsets = (rows.to(tl.int64) * heads)[:, None, None] * SIZE + byte[None, :, :]
+    tl.store(codes + line * SIZE + offsets, values, mask=inside)
 
 
 @triton.jit
@@ -102,42 +109,67 @@ def _e4m3(x, CONVERT: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(bits, encode, scale):
-    """Codes, int32, of x * encode / scale by comparison: ties to even, saturating at 6.
-
-    Of the limits 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5 every second one belongs to the code above it,
-    and those decide the two upper bits. NaN compares false; under a scale of 0 nothing reaches a
-    limit and the sign is dropped.
-    """
-    size = tl.abs(bits.to(tl.float32, bitcast=True)) * encode
-    sign = tl.where(scale == 0, 0, 8)
-    scale = tl.where(scale == 0, float("inf"), scale)
-    upper = size >= 1.75 * scale
-    middle = size >= tl.where(upper, 3.5 * scale, 0.75 * scale)
-    above = tl.where(upper, 5.0 * scale, 1.25 * scale)
-    below = tl.where(upper, 2.5 * scale, 0.25 * scale)
-    lower = size > tl.where(middle, above, below)
-    code = tl.where(upper, 4, 0) | tl.where(middle, 2, 0) | tl.where(lower, 1, 0)
-    return code | ((bits >> 28) & sign)
+def _quotient(x, by, FUSED: tl.constexpr):
+    """x / by rounded once, for ``by`` of at most 4 significant bits; anything where by is 0."""
+    if FUSED:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [by], dtype=tl.float32, is_pure=True, pack=1
+        )
+        rest = tl.fma(-inverse, by, 1.0) * inverse  # pyright: ignore[reportOperatorIssue]
+        return tl.fma(x, inverse, x * rest)
+    return tl.div_rn(x, tl.broadcast_to(by, x.shape))
 
 
 @triton.jit
-def _row_of(word):
-    """The row whose scales lie in a word of a column of scale tiles."""
-    return word // 128 * 128 + word % 4 * 32 + word % 128 // 4
+def _e2m1(size):
+    """Numbers >= 0 as codes in the low byte of int32: nearest, ties to the even code, at most 6.
+
+    The steps of the code are 1/2 below 2, 1 below 4 and 2 above, so the code is the least of three
+    counts: of halves, of ones plus 2, of twos plus 4. Adding 1.5 * 2**23 rounds to a whole number
+    and leaves it as the last bits of the sum. An infinity saturates, as does NaN.
+    """
+    halves = tl.fma(size, 2.0, 12582912.0).to(tl.int32, bitcast=True)
+    ones = (size + 12582914.0).to(tl.int32, bitcast=True)
+    twos = tl.fma(size, 0.5, 12582916.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 0x4B400007))
+
+
+@triton.jit
+def _e2m1_pairs(size, CONVERT: tl.constexpr):
+    """Codes of neighbours ``[..., 2]`` in the low byte of int32, the first in its low nibble."""
+    if CONVERT:
+        low, high = tl.split(size)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b8 a, b, c, d;
+            cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
+            cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
+            cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
+            cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
+            mov.b32 $0, {a, b, c, d};
+            }""",
+            "=r,r,r,r,r,r,r,r,r", [low, high], dtype=tl.uint8, is_pure=True, pack=4,
+        ).to(tl.int32)  # fmt: skip
+    low, high = tl.split(_e2m1(size))
+    return low | (high << 4)
+
+
+@triton.jit
+def _rows_of(word, lane):
+    """Rows (first, and from there on) whose scales lie in words word + lane; 32 divides word."""
+    return word // 128 * 128 + word % 128 // 4, lane % 4 * 32 + lane // 4
 
 
 @triton.jit
 def _store_scales(
-    scales, matrix, tiles, word, values,
+    scales, matrix, tiles, word, lane, values,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Scale bytes ``[ROWS, BLOCKS]`` int32 as words of 4 blocks; COLUMNS tiles lie side by side."""
     parts = tl.reshape(values, [ROWS, BLOCKS // 4, 4]) << (tl.arange(0, 4) * 8)[None, None, :]
     column = tl.arange(0, BLOCKS // 4)[None, :]
-    tile = (matrix * tiles + word // 128)[:, None] * COLUMNS + column
-    target = scales + tile * 128 + (word % 128)[:, None]
-    tl.store(target, tl.sum(parts, axis=2), mask=column < COLUMNS)
+    target = scales + (matrix * tiles + word // 128) * (COLUMNS * 128) + word % 128
+    tl.store(target + column * 128 + lane[:, None], tl.sum(parts, axis=2), mask=column < COLUMNS)
 
 
 @triton.jit
@@ -149,10 +181,10 @@ def _amax(
     head, batch = tl.program_id(1), tl.program_id(2)
     largest = tl.zeros([ROWS, 1, WIDTH], tl.int32)
     for step in range(STEPS):
-        rows = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        first = (tl.program_id(0) * STEPS + step) * ROWS
         bits = _load(
-            x_ptr, batch, head, rows, stride_b, stride_t, stride_h, stride_d, tokens,
-            DIM, WIDTH, WIDTH,
+            x_ptr, batch, head, first, tl.arange(0, ROWS),
+            stride_b, stride_t, stride_h, stride_d, tokens, DIM, WIDTH, WIDTH,
         )  # fmt: skip
         largest = tl.maximum(largest, bits & MAGNITUDE)
     by_channel = tl.reshape(tl.max(largest, axis=0), [WIDTH])
@@ -171,11 +203,12 @@ def _mxfp8(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1), tl.program_id(2)
-    word = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows = _row_of(word)
+    word, lane = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
+    first, rows = _rows_of(word, lane)  # pyright: ignore[reportGeneralTypeIssues]
     bits = _load(
-        x_ptr, batch, head, rows, stride_b, stride_t, stride_h, stride_d, tokens, DIM, WIDTH, 32
-    )
+        x_ptr, batch, head, first, rows, stride_b, stride_t, stride_h, stride_d, tokens,
+        DIM, WIDTH, 32,
+    )  # fmt: skip
     amax = tl.max(bits & MAGNITUDE, axis=2)
     # 448 = 1.75 * 2**8: the sum carries into the exponent when the mantissa is above 1.75.
     byte = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
@@ -184,17 +217,40 @@ def _mxfp8(
     inverse = tl.where(byte == 254, 0x400000, (254 - byte) << 23)  # 2**-127 is denormal
     inverse = tl.where(byte == 255, NAN, inverse).to(tl.float32, bitcast=True)
     codes = _e4m3(bits.to(tl.float32, bitcast=True) * inverse[:, :, None], CONVERT)
-    _store(codes_ptr, batch, head, rows, tokens, heads, codes, DIM)
+    _store(codes_ptr, batch, head, first, rows, tokens, heads, codes, DIM)
     matrix = batch.to(tl.int64) * heads + head
-    _store_scales(scales_ptr, matrix, tiles, word, byte, ROWS, WIDTH // 32, COLUMNS)
+    _store_scales(scales_ptr, matrix, tiles, word, lane, byte, ROWS, WIDTH // 32, COLUMNS)
+
+
+@triton.jit
+def _nvfp4_rows(
+    bits, encode, CONVERT: tl.constexpr, CONVERT_E2M1: tl.constexpr, FUSED: tl.constexpr,
+    LARGEST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Bytes of two codes, uint8 ``[ROWS, WIDTH / 16, 8]``, and scale codes, int32, of blocks."""
+    amax = _finite(tl.max(bits & MAGNITUDE, axis=2), LARGEST)
+    six = tl.full([ROWS, WIDTH // 16], E2M1_MAX, tl.float32)
+    stored = _e4m3(_quotient(encode * amax, six, FUSED), CONVERT).to(tl.int32)
+    # A code read as the upper bits of a float32 is the number times 2**-120.
+    scale = (stored << 20).to(tl.float32, bitcast=True) * 2.0**120
+    size = tl.abs(bits.to(tl.float32, bitcast=True)) * encode
+    size = _quotient(size, scale[:, :, None], FUSED)
+    pairs: tl.constexpr = [ROWS, WIDTH // 16, 8, 2]
+    packed = _e2m1_pairs(tl.reshape(size, pairs), CONVERT_E2M1)
+    low, high = tl.split(tl.reshape(bits, pairs))
+    packed = packed | ((low >> 28) & 8) | ((high >> 24) & 0x80)
+    # Under a scale of 0 nothing is left, under NaN, which carries it, the signs.
+    kept = tl.where(stored == 0, 0, tl.where(stored == 0x7F, 0x88, 0xFF))
+    return (packed & kept[:, :, None]).to(tl.uint8), stored
 
 
 @triton.jit
 def _nvfp4(
     x_ptr, codes_ptr, scales_ptr, amax_ptr, factor_ptr,
     stride_b, stride_t, stride_h, stride_d, tokens, tiles, heads,
-    CONVERT: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    CONVERT: tl.constexpr, CONVERT_E2M1: tl.constexpr, FUSED: tl.constexpr,
+    LARGEST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1), tl.program_id(2)
     whole = _finite(tl.load(amax_ptr), LARGEST)
@@ -203,25 +259,22 @@ def _nvfp4(
     encode = tl.where(encode > NVFP4_ENCODE_MAX, NVFP4_ENCODE_MAX, encode)
     if (tl.program_id(0) == 0) & (head == 0) & (batch == 0):
         tl.store(factor_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), encode))
-    word = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows = _row_of(word)
-    bits = _load(
-        x_ptr, batch, head, rows, stride_b, stride_t, stride_h, stride_d, tokens, DIM, WIDTH, 16
-    )
-    amax = _finite(tl.max(bits & MAGNITUDE, axis=2), LARGEST)
-    six = tl.full([ROWS, WIDTH // 16], E2M1_MAX, tl.float32)
-    stored = _e4m3(tl.div_rn(encode * amax, six), CONVERT).to(tl.int32)
-    # A code read as the upper bits of a float32 is the number times 2**-120.
-    scale = (stored << 20).to(tl.float32, bitcast=True) * 2.0**120
-    codes = _e2m1(bits, encode, scale[:, :, None])
-    low, high = tl.split(tl.reshape(codes, [ROWS, WIDTH // 16, 8, 2]))
-    packed = (low | (high << 4)).to(tl.uint8)
+    matrix, lane = batch.to(tl.int64) * heads + head, tl.arange(0, ROWS)
     block = tl.arange(0, WIDTH // 16)
-    valid = (rows < tokens)[:, None] & (block < DIM // 16)[None, :]
-    _store(codes_ptr, batch, head, rows, tokens, heads, packed, DIM // 2)
-    matrix = batch.to(tl.int64) * heads + head
-    stored = tl.where(valid, stored, 0)  # NaN reaches the padding through the global scale
-    _store_scales(scales_ptr, matrix, tiles, word, stored, ROWS, WIDTH // 16, COLUMNS)
+    for step in range(128 // ROWS):
+        word = tl.program_id(0) * 128 + step * ROWS
+        first, rows = _rows_of(word, lane)
+        bits = _load(
+            x_ptr, batch, head, first, rows, stride_b, stride_t, stride_h, stride_d, tokens,
+            DIM, WIDTH, 16,
+        )  # fmt: skip
+        packed, stored = _nvfp4_rows(
+            bits, encode, CONVERT, CONVERT_E2M1, FUSED, LARGEST, WIDTH, ROWS
+        )
+        _store(codes_ptr, batch, head, first, rows, tokens, heads, packed, DIM // 2)
+        valid = (rows < tokens - first)[:, None] & (block < DIM // 16)[None, :]
+        stored = tl.where(valid, stored, 0)  # NaN reaches the padding through the global scale
+        _store_scales(scales_ptr, matrix, tiles, word, lane, stored, ROWS, WIDTH // 16, COLUMNS)
 
 
 @triton.jit
@@ -232,11 +285,12 @@ def _fp8_values(
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(1), tl.program_id(2)
-    first = (tl.program_id(0) == 0) & (batch == 0)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    writes_factor = (tl.program_id(0) == 0) & (batch == 0)
+    first, rows = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
     bits = _load(
-        x_ptr, batch, head, rows, stride_b, stride_t, stride_h, stride_d, tokens, DIM, WIDTH, WIDTH
-    )
+        x_ptr, batch, head, first, rows, stride_b, stride_t, stride_h, stride_d, tokens,
+        DIM, WIDTH, WIDTH,
+    )  # fmt: skip
     values = bits.to(tl.float32, bitcast=True)
     if CHANNELS:
         channel = tl.arange(0, WIDTH)
@@ -244,17 +298,17 @@ def _fp8_values(
         amax = _finite(amax, LARGEST)
         amax = tl.where(amax < FP8_CHANNEL_FLOOR, FP8_CHANNEL_FLOOR, amax)
         factor = tl.div_rn(amax, tl.full([WIDTH], E4M3_MAX, tl.float32))
-        tl.store(factor_ptr + head * DIM + channel, factor, mask=(channel < DIM) & first)
+        tl.store(factor_ptr + head * DIM + channel, factor, mask=(channel < DIM) & writes_factor)
         values = tl.div_rn(values, tl.broadcast_to(factor[None, None, :], [ROWS, 1, WIDTH]))
     else:
         amax = _finite(tl.load(amax_ptr), LARGEST)
         factor = tl.div_rn(amax, tl.full([], E4M3_MAX, tl.float32))
         factor = tl.where(factor < FP8_TENSOR_FLOOR, FP8_TENSOR_FLOOR, factor)
-        if first & (head == 0):
+        if writes_factor & (head == 0):
             tl.store(factor_ptr, factor)
         values = values * tl.div_rn(tl.full([], 1.0, tl.float32), factor)
     codes = _e4m3(values, CONVERT)
-    _store(codes_ptr, batch, head, rows, tokens, heads, codes, DIM)
+    _store(codes_ptr, batch, head, first, rows, tokens, heads, codes, DIM)
 
 
 def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,10 +342,11 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor = torch.empty((), dtype=torch.float32, device=x.device)
     kernel: Any = _nvfp4
     with torch.cuda.device_of(x):
-        kernel[(tiles * SCALE_ROWS // ROWS, heads, batch)](
+        kernel[(tiles, heads, batch)](
             x, codes, scales, _largest(x, channels=False), factor, *x.stride(),
             tokens, tiles, heads,
-            CONVERT=converts(x.device), LARGEST=largest_number(x.dtype), DIM=dim,
+            CONVERT=converts(x.device), CONVERT_E2M1=converts_e2m1(x.device),
+            FUSED=x.device.type == "cuda", LARGEST=largest_number(x.dtype), DIM=dim,
             WIDTH=width(dim, 16), COLUMNS=columns, ROWS=ROWS, **NVFP4_OPTIONS,
         )  # fmt: skip
     return codes, scales.view(torch.uint8), factor
@@ -320,6 +375,11 @@ def fp8_values(v: Tensor, *, channels: bool) -> tuple[Tensor, Tensor]:
 def converts(device: torch.device) -> bool:
     """The GPU has an instruction for float32 to e4m3; elsewhere the bits are computed."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def converts_e2m1(device: torch.device) -> bool:
+    """The GPU has an instruction for float32 to e2m1 (10.x and 12.x)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 def _largest(x: Tensor, *, channels: bool) -> Tensor:
