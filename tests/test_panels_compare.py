@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import colors
 
 from blockattn import BlockRoute, UnsupportedError, attend, skip_softmax_attention, sol_attention
 from tests.panel_inputs import PNG, capture_of, load
@@ -22,7 +24,10 @@ from workbench.comparison import (
     flipped_per_head,
 )
 from workbench.probe import attention_error
+from workbench.views.agreement import AGREEMENTS, SIGNED
 from workbench.widgets import Compare, compare_session
+from workbench.widgets.compare import ComparePanel
+from workbench.widgets.compare_session import CompareState, CompareView
 
 
 def route(mask: torch.Tensor) -> BlockRoute:
@@ -101,6 +106,43 @@ def test_large_maps_are_pooled_with_their_rule():
         assert picture.shape == (300, 300)
         assert (float(picture.max()), float(picture.min())) == (1.0, low)
         assert "2 x 2 pairs" in ax.get_legend().get_texts()[-1].get_text()
+
+
+def test_a_map_of_single_blocks_without_hatches_still_tells_the_sides_apart():
+    codes = torch.arange(4, dtype=torch.uint8).repeat(200, 50)
+    ax = views.new_figure().subplots()
+    views.draw_agreement(ax, codes)
+    signed = torch.from_numpy(ax.images[0].get_array().data)
+    assert torch.equal(signed[:, :4], torch.tensor([[0.0, 0.0, 1.0, -1.0]]).expand(200, 4))
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "only B",
+        "equal",
+        "only A",
+    ]
+
+
+def test_every_class_is_told_apart_in_grey_or_by_its_hatch():
+    def grey(color: str) -> float:
+        red, green, blue = (int(color[n : n + 2], 16) for n in (1, 3, 5))
+        return (0.299 * red + 0.587 * green + 0.114 * blue) / 255
+
+    looks = list(AGREEMENTS.values())
+    for n, one in enumerate(looks):
+        for other in looks[:n]:
+            assert one.hatch != other.hatch or abs(grey(one.face) - grey(other.face)) > 0.15
+    shades = sorted(grey(colors.to_hex(SIGNED(x))) for x in (0.0, 0.5, 1.0))
+    assert min(b - a for a, b in pairwise(shades)) > 0.15
+
+
+def test_the_largest_picture_stays_below_a_megabyte():
+    generator = torch.Generator().manual_seed(0)
+    masks = (torch.rand(1, 1, 512, 512, generator=generator) < 0.5 for _ in range(2))
+    a, b = (BlockRoute.from_dense(mask, block=(64, 64)) for mask in masks)
+    state = CompareState(0, 0, 0, Setting(), Setting(tau=2.0))
+    view = CompareView(
+        state, (a, b), (True, True), agreement(a, b), flipped_per_head(a, b)[0], (0, 0)
+    )
+    assert len(ComparePanel().draw(view)) < 1_000_000
 
 
 # -- the panel ------------------------------------------------------------------------------

@@ -114,11 +114,16 @@ def agreement(a: BlockRoute, b: BlockRoute, batch: int = 0, head: int = 0) -> Te
     a.differing(b)  # refuses routes that cannot be compared
     checks.integer("batch", batch, maximum=a.shape[0] - 1)
     checks.integer("head", head, maximum=a.shape[1] - 1)
-    one, other = (route.dense()[batch, head] for route in (a, b))
+    one, other = (exact_of(route, batch, head) for route in (a, b))
     codes = torch.zeros_like(one, dtype=torch.uint8)
     codes.masked_fill_(one & other, Agreement.BOTH)
     codes.masked_fill_(one & ~other, Agreement.ONLY_A)
     return codes.masked_fill_(~one & other, Agreement.ONLY_B)
+
+
+def exact_of(route: BlockRoute, batch: int, head: int) -> Tensor:
+    """Exact pairs of one head, bool ``[Nq, Nk]``, without unpacking the other heads."""
+    return route.heads(slice(head, head + 1)).dense()[batch, 0]
 
 
 def flipped_per_head(a: BlockRoute, b: BlockRoute) -> Tensor:

@@ -57,7 +57,7 @@ def explain_tile(
     checks.integer("i", i, maximum=rows - 1)
     checks.integer("j", j, maximum=columns - 1)
     gap, limit = float(gaps.gaps[batch, head, i, j]), threshold_log2(threshold)
-    reachable = bool(gaps.reachable.dense()[batch, head, i, j])
+    reachable = bool(gaps.reachable.heads(slice(head, head + 1)).dense()[batch, 0, i, j])
     state, reason = _decide(gap, limit, reachable)
     boxes = grid.box(i, block[0]), grid.box(j, block[1])
     return TileExplanation(i, j, *boxes, gap, limit, state, reason)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
@@ -17,6 +15,7 @@ from workbench.views.blocks import below_map, class_legend, draw_classes, label_
 from workbench.views.style import ACCENT, FAINT, Look, array
 
 PIXELS = 512  # larger maps are shown as pooled means
+HATCHED = 128  # on larger maps a hatch is finer than what can be seen, and slow to draw
 PALE = "#edf1f5"
 ORANGE = "#f0a35e"
 # Lightness (CIELAB L*) 95, 70, 27, 74: the two that are near in grey differ in their hatch.
@@ -53,10 +52,10 @@ def draw_agreement(ax: Axes, codes: Tensor, title: str = "") -> None:
 
     Args:
         ax: where to draw.
-        codes: uint8 ``[Nq, Nk]`` of :func:`workbench.comparison.agreement`. Above 512 blocks a side
-            it is shown as density of A - density of B.
+        codes: uint8 ``[Nq, Nk]`` of :func:`workbench.comparison.agreement`. Above 128 blocks a side
+            it is shown as A - B, above 512 as density of A - density of B.
     """
-    if max(codes.shape) > PIXELS:
+    if max(codes.shape) > HATCHED:
         signed = _pooled(codes == Agreement.ONLY_A) - _pooled(codes == Agreement.ONLY_B)
         names = ("only B", "equal", "only A")
         _draw_pooled(ax, signed, codes.shape, SIGNED, names, -1)
@@ -89,5 +88,6 @@ def _draw_pooled(
     ax.set_ylim(shape[0] - 0.5, -0.5)
     ends = zip(names, (0.0, 0.5, 1.0))
     handles = [Patch(facecolor=colors(x), edgecolor=FAINT, label=name) for name, x in ends]
-    rule = Patch(alpha=0, label=f"1 pixel = mean of {factor} x {factor} pairs")
-    below_map(ax, cast(list, [*handles, rule]))
+    if factor > 1:
+        handles.append(Patch(alpha=0, label=f"1 pixel = mean of {factor} x {factor} pairs"))
+    below_map(ax, handles)

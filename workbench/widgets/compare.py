@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from workbench import views
-from workbench.comparison import Setting, describe_agreement
+from workbench.comparison import Setting, describe_agreement, exact_of
 from workbench.widgets import texts
 from workbench.widgets.capture_session import CaptureLike
 from workbench.widgets.compare_controls import CompareControls
@@ -134,7 +134,8 @@ class ComparePanel:
             kind = "delivered" if measured else "planned"
             title = f"{name}: {setting.algorithm} · {setting.impl}\n{setting.knobs}\n"
             title += f"density {density:.3f}, {kind}"
-            views.draw_exact(ax, route.dense()[0, state.head], title, rest=setting.left_out)
+            exact = exact_of(route, 0, state.head)
+            views.draw_exact(ax, exact, title, rest=setting.left_out)
         flipped = int(view.flipped[state.head])
         where = f"layer {state.layer} · step {state.step} · head {state.head}"
         views.draw_agreement(self._axes[2], view.codes, f"A and B: {flipped:,} flipped\n{where}\n")
