@@ -3,12 +3,12 @@
 Plan. One program takes ROWS tokens of a (head, batch), loads them once, and writes the elements and
 the scale bytes, already swizzled. Its rows are those whose scales lie next to one another: word w
 of a 128 x 4 tile belongs to row 32 (w mod 4) + w div 4, so that scale bytes leave as whole words of
-consecutive addresses; rows past the sequence write the padding. An NVFP4 program takes such rows
-until a tile is full, since what it does once would cost as much as the rows. Where the tensor (NVFP4, FP8 V) or
-a channel (FP8 V) shares a scale, a first pass takes the largest magnitude with an atomic maximum on
-the bits of float32 numbers, which order like integers once the sign is gone: the order of programs
-cannot change it, and NaN, above infinity, wins. Bytes bound: MXFP8 reads every element once, the
-others twice.
+consecutive addresses; rows past the sequence write the padding. An NVFP4 program goes on until it
+has written a tile: what it does once would otherwise cost as much as the rows. Where the tensor
+(NVFP4, FP8 V) or a channel (FP8 V) shares a scale, a first pass takes the largest magnitude with an
+atomic maximum on the bits of float32 numbers, which order like integers once the sign is gone: the
+order of programs cannot change it, and NaN, above infinity, wins. Bytes bound: MXFP8 reads every
+element once, the others twice.
 
 Exactness. Scales and FP8 V are divided with correct rounding; MXFP8 multiplies by the inverse power
 of two, which rounds alike. A block scale of NVFP4 has 4 significant bits, and by such a number one
