@@ -100,15 +100,20 @@ def test_the_page_is_one_call_and_keeps_no_output():
     assert cell.outputs == []
 
 
-@pytest.mark.parametrize("panel", ["schedule", "doctor"])
-def test_a_page_holds_its_panel_under_its_title(panel: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("panel", "name"),
+    [("schedule", "ScheduleEditor"), ("doctor", "Doctor"), ("masks", "RouteViewer")],
+)
+def test_a_page_holds_its_panel_under_its_title(
+    panel: str, name: str, monkeypatch: pytest.MonkeyPatch
+):
     from workbench.widgets.pages import MAKERS, page
 
     assert set(MAKERS) == set(TITLES)
     monkeypatch.setenv(PANEL, panel)
     heading, made = page().children
     assert TITLES[panel] in heading.value
-    assert type(made).__name__ == {"schedule": "ScheduleEditor", "doctor": "Doctor"}[panel]
+    assert type(made).__name__ == name
     assert made.problem == ""
 
 

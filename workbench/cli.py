@@ -99,7 +99,7 @@ def lab(
 def serve(
     panel: Annotated[
         str,
-        typer.Argument(help="tau, threshold, compare, schedule, sweep, time or doctor."),
+        typer.Argument(help="tau, threshold, masks, compare, schedule, sweep, time or doctor."),
     ] = "tau",
     file: Annotated[
         Path | None,

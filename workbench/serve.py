@@ -14,6 +14,7 @@ PANEL, FILE = "WORKBENCH_PAGE_PANEL", "WORKBENCH_PAGE_FILE"
 TITLES = {
     "tau": "Tune tau of Sol-Attn",
     "threshold": "Tune the threshold of SkipSoftmax",
+    "masks": "Masks of every layer, step and head",
     "compare": "Compare two attention settings",
     "schedule": "Edit a schedule",
     "sweep": "Explore a sweep",
@@ -21,7 +22,7 @@ TITLES = {
     "doctor": "What runs here",
 }
 # What the file is: optional for the first kind, needed for the second, refused elsewhere.
-ON_CAPTURES, ON_DATABASES = ("tau", "threshold", "compare", "time"), ("sweep",)
+ON_CAPTURES, ON_DATABASES = ("tau", "threshold", "masks", "compare", "time"), ("sweep",)
 
 
 def request(panel: str, file: Path | None) -> dict[str, str]:

@@ -9,9 +9,11 @@ from pathlib import Path
 import ipywidgets as widgets
 
 from workbench.capture import open_capture
+from workbench.masks import capture_masks
 from workbench.serve import TITLES, read_request
 from workbench.widgets.compare import Compare
 from workbench.widgets.doctor import Doctor
+from workbench.widgets.route_viewer import RouteViewer
 from workbench.widgets.schedule_editor import ScheduleEditor
 from workbench.widgets.sweep_explorer import SweepExplorer
 from workbench.widgets.tau_tuner import TauTuner
@@ -21,6 +23,7 @@ from workbench.widgets.time_split import TimeSplit
 MAKERS: dict[str, Callable[[str | None], widgets.Widget]] = {
     "tau": lambda file: TauTuner(open_capture(file)),
     "threshold": lambda file: ThresholdTuner(open_capture(file)),
+    "masks": lambda file: RouteViewer(capture_masks(open_capture(file))),
     "compare": lambda file: Compare(open_capture(file)),
     "time": lambda file: TimeSplit(open_capture(file)),
     "schedule": lambda file: ScheduleEditor(),
