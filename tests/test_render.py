@@ -18,6 +18,7 @@ figure = views.new_figure(4, 2)
 views.draw_curve(figure.subplots(), [0, 1], [[0.5, 1.0]], title="a line")
 views.picture(figure, "A line that\\nrises.")
 """
+BAR = "import ipywidgets\nipywidgets.IntProgress(value=3)"
 
 
 def notebook(*sources: str) -> NotebookNode:
@@ -30,7 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pages")
     (out / "01_a").mkdir()
     (out / "01_a" / "old.png").write_bytes(b"of an earlier rendering")
-    done = render.run(notebook("print(6 * 7)", FIGURE), out)
+    done = render.run(notebook("print(6 * 7)", FIGURE, BAR), out)
     return render.write_markdown(done, "01_a", out)
 
 
@@ -51,8 +52,12 @@ def test_a_picture_lies_beside_the_page_and_has_the_text_of_the_figure(page: Pat
     assert Image.open(picture).width > 100
 
 
+def test_a_widget_without_a_picture_is_left_out(page: Path):
+    assert page.read_text().endswith("ipywidgets.IntProgress(value=3)\n```\n")
+
+
 def test_the_page_names_the_source_and_not_its_outputs(page: Path):
-    source = notebook("print(6 * 7)", FIGURE)
+    source = notebook("print(6 * 7)", FIGURE, BAR)
     assert render.rendered_from(page) == render.source_checksum(source)
     assert render.source_checksum(source) != render.source_checksum(notebook("print(42)", FIGURE))
 

@@ -1,11 +1,13 @@
 # %% [markdown]
-# # Tune tau of Sol-Attn on a real video model
+# # 1. Tune tau of Sol-Attn on a real video model
 #
-# **What you learn.** How Sol-Attn decides which blocks of an attention call stay exact, what `tau` does to density
-# and to the error, and how to choose it.
+# [2. SkipSoftmax](02_skip_softmax.ipynb) →
+#
+# **What you learn.** How Sol-Attn decides which blocks of an attention call stay exact, what `tau` does to density and
+# to the error, how to choose it, and where in the video the exact blocks lie.
 #
 # **What you need.** This package and nothing else: attention calls of a small trained video diffusion transformer are
-# bundled. A GPU is used when there is one.
+# bundled. A GPU is used when there is one, here and in every notebook of this course.
 #
 # **How long.** Under a minute on two CPU cores, then as long as you like to turn the knobs.
 
@@ -26,8 +28,9 @@ from blockattn import attend, sol_scores
 from workbench import decisions, views
 from workbench.capture import open_capture
 from workbench.curves import sol_curve
+from workbench.masks import capture_masks
 from workbench.probe import probe_sol
-from workbench.widgets import TauTuner
+from workbench.widgets import RouteViewer, TauTuner
 
 capture = open_capture(CAPTURE)
 capture
@@ -130,6 +133,26 @@ views.draw_frames(figure, selected, own, capture.video, title=title)
 views.picture(figure, decisions.describe_selection(selected, own))
 
 # %% [markdown]
+# ## Masks of any size
+#
+# The viewer below holds the masks of all recorded calls as bits and draws them in the browser, at this size and at 100,000
+# tokens with 40 heads: scroll to zoom, drag to pan, hover for the boxes, score and reason of a pair, and click a cell of the
+# index to open that layer and step. `tau` moves the mask without asking Python, so it also works in a saved notebook.
+
+# %%
+viewer = RouteViewer(capture_masks(capture, TAU, errors=True))
+viewer
+
+# %% [markdown]
+# It follows Python as well. For a paper, the same view is a figure: here the last recorded call, zoomed to its corner.
+
+# %%
+viewer.layer, viewer.step = capture.entries[-1]
+viewer.window = [0, 12, 0, 12]
+viewer.flush()
+views.picture(viewer.figure(), viewer.summary())
+
+# %% [markdown]
 # ## Take the setting with you
 #
 # `workbench tune` does all of this for every layer, step and head without a notebook, and writes figures, a table and a
@@ -149,3 +172,6 @@ assert probes[-1].density < 1
 assert probes[-1].error.total.max_abs > 0
 assert tuner.measured is not None
 assert tuner.problem == ""
+assert viewer.problem == ""
+delivered = at_tau[capture.entries[-1]].density_per_head[0].cpu()
+assert torch.allclose(viewer.mask.density().float(), delivered.float())

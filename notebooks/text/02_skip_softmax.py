@@ -1,28 +1,30 @@
 # %% [markdown]
-# # SkipSoftmax: skip tiles that cannot matter
+# # 2. SkipSoftmax: skip tiles that cannot matter
 #
-# **What you learn.** What the threshold of SkipSoftmax means in each of its three units, what one pass over the scores says
-# about every threshold, which tiles a real call drops, what that costs, and how a denoising cutoff keeps the first steps dense.
+# ← [1. Tune tau of Sol-Attn](01_tune_tau.ipynb)  ·  [3. VSA](03_vsa.ipynb) →
 #
-# **What you need.** This package and nothing else: attention calls of a small trained video diffusion transformer are
-# bundled. A GPU is used when there is one.
+# **What you learn.** What the threshold of SkipSoftmax means in each of its three units, what one pass over the scores
+# says about every threshold, which tiles a real call drops and what that costs, which blocks it computes and Sol-Attn
+# does not, and how a denoising cutoff keeps the first steps dense.
+#
+# **What you need.** Density and exact blocks from notebook 1; the same bundled attention calls.
 #
 # **How long.** Under a minute on two CPU cores.
 
 # %% tags=["parameters"]
 import torch
 
-# Small calls on a busy machine are fastest with one thread; a GPU does not notice.
-torch.set_num_threads(1)
-
 # Parameters: small values without a GPU.
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+if not GPU:
+    torch.set_num_threads(1)  # tensors are small: on a busy machine a second thread costs time
 CAPTURE = None  # path of a capture file; None is the bundled one
 LADDER = [-n / 4 for n in range(64, -1, -1)]  # log2(lambda), for the curves: one pass serves all
 # log2(lambda) of the real calls.
 REAL = [-n / 2 for n in range(24, 0, -1)] if GPU else [-12, -10, -8, -6, -4, -3, -2, -1, -0.5]
 MAPS = [-8, -2, -0.5]  # log2(lambda) of the skip maps
+TAU = 1.0  # of Sol-Attn, to compare with
 HEAD = 1
 QUERY_TILE = 3
 STEPS = 20
@@ -33,10 +35,12 @@ from blockattn import attend, skip_gaps, skip_softmax_attention
 from workbench import decisions, views
 from workbench.attention import SparseAttention
 from workbench.capture import open_capture
+from workbench.comparison import Setting, agreement, describe_agreement
 from workbench.config.sparse import SkipSoftmaxConfig
 from workbench.curves import skip_curve
 from workbench.models import AttentionCall, denoising_times
 from workbench.probe import probe_skip
+from workbench.widgets import Compare, ThresholdTuner
 
 capture = open_capture(CAPTURE)
 capture
@@ -121,6 +125,18 @@ views.Table(
 )
 
 # %% [markdown]
+# ## Turn the threshold
+#
+# It starts at the second map above. The map follows the threshold at once, from the gaps; when the controls rest, the real call runs and says what it cost.
+
+# %%
+tuner = ThresholdTuner(capture, device=DEVICE)
+tuner.controls.step.value, tuner.controls.head.value = call.step, HEAD
+tuner.controls.log2_threshold.value = MAPS[1]
+tuner.flush()
+tuner
+
+# %% [markdown]
 # ## The same row on the video
 #
 # One query tile is half a latent frame here. These are the key tokens it still computes at the largest of the three
@@ -176,6 +192,31 @@ views.draw_curve(
 for ax in (left, right):
     views.add_threshold_units(ax, KEYS)
 views.picture(figure, "Sparsity and error of real calls against the threshold, a line per call.")
+
+# %% [markdown]
+# ## Against Sol-Attn: who computes which blocks
+#
+# Two mechanisms with the same inputs. Blue blocks are exact for Sol-Attn alone, orange ones for SkipSoftmax alone. The two differ
+# in kind as well: Sol-Attn adds a summary of what is not exact, SkipSoftmax drops it.
+
+# %%
+a, b = Setting("sol_attn", tau=TAU), Setting("skip_softmax", log2_threshold=MAPS[-1])
+codes = agreement(a.plan(call.q, call.k), b.plan(call.q, call.k), head=HEAD)
+
+figure = views.new_figure(6, 5.4)
+views.draw_agreement(figure.subplots(), codes, title=f"A: {a}\nB: {b}")
+views.picture(figure, describe_agreement(codes))
+
+# %% [markdown]
+# The same with knobs, for any two settings or implementations; both really run, and the table holds the error of every head.
+
+# %%
+compare = Compare(capture, device=DEVICE)
+compare.controls.step.value, compare.controls.head.value = call.step, HEAD
+compare.controls.b.algorithm.value = b.algorithm
+compare.controls.b.log2_threshold.value = b.log2_threshold
+compare.flush()
+compare
 
 # %% [markdown]
 # ## Denoising cutoff: dense first, then sparse
@@ -237,3 +278,6 @@ assert bool((errors[:, -1] > errors[:, 0]).all())
 assert bool((sparsities[:, -1] > 0).all())
 assert all((r.algorithm == "skip_softmax") == (r.time < CUTOFF) for r in policy.records)
 assert 0 < policy.counts().sparse < policy.counts().total
+assert tuner.measured is not None
+assert tuner.problem == compare.problem == ""
+assert 0 < int((codes > 1).sum()) < codes.numel()

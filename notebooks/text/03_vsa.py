@@ -1,23 +1,24 @@
 # %% [markdown]
-# # VSA: coarse attention chooses cubes, fine attention computes them
+# # 3. VSA: coarse attention chooses cubes, fine attention computes them
 #
-# **What you learn.** How video sparse attention cuts a video into cubes of 4x4x4 tokens, what its coarse stage sees, which cubes a
-# query keeps, what sparsity costs a model that was never trained for it, and what fine-tuning changes.
+# ← [2. SkipSoftmax](02_skip_softmax.ipynb)  ·  [4. Quantised attention](04_quantised_attention.ipynb) →
 #
-# **What you need.** This package and nothing else: attention calls of a small trained video diffusion transformer are
-# bundled. A GPU is used when there is one.
+# **What you learn.** How video sparse attention cuts a video into cubes of 4x4x4 tokens, what its coarse stage sees,
+# which cubes a query keeps, what sparsity costs a model that was never trained for it, and what fine-tuning changes.
+#
+# **What you need.** Routes from notebook 1; the same bundled attention calls, and the bundled model fine-tuned with
+# VSA.
 #
 # **How long.** Under a minute on two CPU cores.
 
 # %% tags=["parameters"]
 import torch
 
-# Small calls on a busy machine are fastest with one thread; a GPU does not notice.
-torch.set_num_threads(1)
-
 # Parameters: small values without a GPU.
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+if not GPU:
+    torch.set_num_threads(1)  # tensors are small: on a busy machine a second thread costs time
 CAPTURE = None  # path of a capture file; None is the bundled one
 RAGGED = (7, 15, 18)  # a grid that cubes do not fill
 SPARSITIES = [0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 0.9375]

@@ -1,26 +1,27 @@
 # %% [markdown]
-# # Quantised attention: what each format costs (emulated)
+# # 4. Quantised attention: what each format costs (emulated)
 #
-# **What you learn.** How MXFP8, NVFP4 and FP8 store queries, keys and values, how large the error of each is for every layer, step and
-# head, what smooth-QK and finer scales change, and how the errors of quantisation and sparsity add up.
+# ← [3. VSA](03_vsa.ipynb)  ·  [5. A whole video](05_whole_video.ipynb) →
 #
-# **What you need.** This package and nothing else: attention calls of a small trained video diffusion transformer are
-# bundled. A GPU is used when there is one.
+# **What you learn.** How MXFP8, NVFP4 and FP8 store queries, keys and values, how large the error of each is for every
+# layer, step and head, what smooth-QK and finer scales change, and how the errors of quantisation and sparsity add up.
 #
-# **Emulated.** The operands are encoded and decoded bit for bit as the formats define, and then multiplied in a wider one, because no
-# matrix unit here takes block-scaled operands. The errors are those of the formats; **nothing here says anything about speed**.
+# **What you need.** Sol-Attn and SkipSoftmax from notebooks 1 and 2; the same bundled attention calls.
+#
+# **Emulated.** The operands are encoded and decoded bit for bit as the formats define, and then multiplied in a wider
+# one, because no matrix unit here takes block-scaled operands. The errors are those of the formats; **nothing here says
+# anything about speed**.
 #
 # **How long.** Under a minute on two CPU cores.
 
 # %% tags=["parameters"]
 import torch
 
-# Small calls on a busy machine are fastest with one thread; a GPU does not notice.
-torch.set_num_threads(1)
-
 # Parameters: small values without a GPU.
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+if not GPU:
+    torch.set_num_threads(1)  # tensors are small: on a busy machine a second thread costs time
 CAPTURE = None  # path of a capture file; None is the bundled one
 TOKEN, HEAD = 700, 1  # whose key is shown
 CHANNELS = 64

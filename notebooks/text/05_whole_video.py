@@ -1,12 +1,14 @@
 # %% [markdown]
-# # A whole video: which steps and layers stay dense
+# # 5. A whole video: which steps and layers stay dense
+#
+# ← [4. Quantised attention](04_quantised_attention.ipynb)  ·  [6. Calibrate and solve](06_calibrate_and_solve.ipynb) →
 #
 # **What you learn.** What a sparse attention setting does to a sampled video, not only to one call; how much a schedule
-# (first steps dense, first layers dense) gives back, and what density it costs; and why no verdict is worth anything without a
-# dense-against-dense control.
+# (first steps dense, first layers dense) gives back, and what density it costs; and why no verdict is worth anything
+# without a dense-against-dense control.
 #
-# **What you need.** This package and nothing else: a small trained video diffusion transformer is bundled. A GPU is used when
-# there is one.
+# **What you need.** `tau` from notebook 1 and the cutoff from notebook 2; the bundled video model, which is sampled
+# here.
 #
 # **How long.** Under a minute on two CPU cores, with the small values below.
 
@@ -29,9 +31,11 @@ DENSE_STEPS = [0, 2, 5, 10] if GPU else [0, 1, 3]
 from workbench import views
 from workbench.models import load_model
 from workbench.sample import report as sample_report
-from workbench.sample.settings import SampleSettings
 from workbench.sample.schedules import cutoff_of, schedule_grid
+from workbench.sample.settings import SampleSettings
 from workbench.sample.text import quality_table, what_ran_table
+from workbench.schedule import Schedule, describe
+from workbench.widgets import ScheduleEditor
 
 model = load_model(device=DEVICE)
 settings = SampleSettings(label=LABEL, seeds=(SEED,), grid=GRID, steps=STEPS)
@@ -42,6 +46,27 @@ settings = SampleSettings(label=LABEL, seeds=(SEED,), grid=GRID, steps=STEPS)
 # every step stays dense. Above, number of dense steps and the cutoff that gives it for this schedule. Samplers
 # spend many steps near the noise, so a cutoff of 0.9 is more than a tenth of the steps.
 #
+# ## Steps x layers
+#
+# A schedule is a choice of calls. Every cell is one attention call of the sampling:
+
+# %%
+schedule = Schedule(
+    tuple(settings.times), model.config.depth, cutoff_of(settings.times, DENSE_STEPS[-2]), (0,)
+)
+figure = views.new_figure(8, 3.4)
+views.draw_schedule_map(figure.subplots(), schedule, title="one dense phase, one dense layer")
+views.picture(figure, describe(schedule))
+
+# %% [markdown]
+# Move the cutoff and the dense layers, as a time or as a number of steps, and see the configuration that says so; the button
+# samples a video with it.
+
+# %%
+editor = ScheduleEditor(model, settings)
+editor
+
+# %% [markdown]
 # ## Sample every schedule from the same noise
 #
 # Rows keep the first layers dense, columns the first steps. The dense baseline and the control run too.
@@ -124,3 +149,5 @@ assert all(row.sampled.counts.sparse > 0 for row in grid.sparse)
 assert not any(row.sampled.counts.ineligible for row in grid.sparse)
 assert all(line == sorted(line) for line in grid.density())
 assert not any(row.flags for row in grid.result.rows)
+assert editor.problem == ""
+assert 0 < schedule.sparse_share < 1

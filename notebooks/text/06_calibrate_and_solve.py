@@ -1,13 +1,14 @@
 # %% [markdown]
-# # Calibrate once, solve for any target
+# # 6. Calibrate once, solve for any target
 #
-# **What you learn.** How one dense pass over a few sampled videos tells the density of every layer, head and step at every
-# threshold; how to solve it for a target, as one value, a value per layer or window, or a schedule over denoising time; how far a
-# real sparse run drifts from the prediction; where the error sits, and how much attention mass a route keeps against the best that
-# any router could; and how far a fitted formula carries to another sequence length.
+# ← [5. A whole video](05_whole_video.ipynb)  ·  [7. Sweep, front and export](07_sweep_pareto_export.ipynb) →
 #
-# **What you need.** This package and nothing else: a small trained video diffusion transformer is bundled. A GPU is used when
-# there is one.
+# **What you learn.** How one dense pass over a few sampled videos tells the density of every layer, head and step at
+# every threshold; how to solve it for a target, as one value, a value per layer or window, or a schedule over denoising
+# time; how far a real sparse run drifts from the prediction; where the error sits, and how much attention mass a route
+# keeps against the best that any router could; and how far a fitted formula carries to another sequence length.
+#
+# **What you need.** Both thresholds from notebooks 1 and 2, denoising time from notebook 5; the bundled video model.
 #
 # **How long.** Under a minute on two CPU cores, with the small values below.
 

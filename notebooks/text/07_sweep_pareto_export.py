@@ -93,6 +93,8 @@ views.picture(
 
 # %%
 explorer = SweepExplorer(database, gates=", ".join(GATES))
+explorer.cost.value = "density"
+explorer.flush()
 explorer
 
 # %% [markdown]
