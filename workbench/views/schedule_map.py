@@ -9,12 +9,12 @@ from workbench.schedule import CallKind, Schedule
 from workbench.views.blocks import class_legend, draw_classes
 from workbench.views.style import ACCENT, INK, MUTED, SMALL, Look, array
 
-# Lightness (CIELAB L*) 95, 27, 62, 27: the two dark ones differ in their hatch.
+# Lightness (CIELAB L*) 95, 27, 79, 27: the two dark ones differ in their hatch.
 KINDS: dict[CallKind, Look] = {
     CallKind.SPARSE: Look("sparse", "#edf1f5"),
     CallKind.DENSE_STEP: Look("dense step", ACCENT),
-    CallKind.DENSE_LAYER: Look("dense layer", "#4aa3a8", "//////", "#0d4145"),
-    CallKind.DENSE_BOTH: Look("both", ACCENT, "//////", "#9fb4d8"),
+    CallKind.DENSE_LAYER: Look("dense layer", "#9ed0d3", "///", "#0d4145"),
+    CallKind.DENSE_BOTH: Look("both", ACCENT, "...", "#ffffff"),
 }
 NAMED = 16  # steps that still get their denoising time written above
 
