@@ -27,7 +27,7 @@ from tests.browser import (
     open_page,
     run_all_cells,
 )
-from tests.viewer_inputs import LARGE, SMALL, field_mask, field_scores
+from tests.viewer_inputs import LARGE, SMALL, field_mask, field_scores, skip_map
 from workbench import decisions
 from workbench.masks import Mask, coded, ladder
 
@@ -44,7 +44,8 @@ RouteViewer(field_masks(sink_blocks=3, broken=(5,)))
 """
 SECOND = "book = field_masks(LARGE, 40, entries=((0, 0),)); book.load(0, 0).passing.nbytes"
 THIRD = "RouteViewer(book)"
-CELLS = (FIRST, SECOND, THIRD)
+FOURTH = "from tests.viewer_inputs import skip_map; RouteViewer(skip_map())"
+CELLS = (FIRST, SECOND, THIRD, FOURTH)
 TWO_FRAMES = "() => new Promise(end => requestAnimationFrame(() => requestAnimationFrame(end)))"
 DRAWN = "() => [...document.querySelectorAll('.rv')].every(el => el.routeViewer.times.length)"
 END_KERNELS = """async () => {
@@ -130,7 +131,7 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
         save_widgets(folder / "settings")
         page.set_default_timeout(60 * SECONDS)
         open_notebook(page, address, NOTEBOOK)
-        run_all_cells(page, ".rv >> nth=1 >> canvas.rv-map")
+        run_all_cells(page, ".rv >> nth=2 >> canvas.rv-map")
         page.wait_for_function(DRAWN)
         yield Lab(page, address, root / NOTEBOOK)
 
@@ -391,6 +392,33 @@ def test_an_error_in_the_browser_is_shown_and_told_to_the_kernel(lab: Lab):
     alert.wait_for(state="hidden")
 
 
+def test_a_skip_map_of_other_blocks_and_token_order_has_no_tau_and_its_own_word(lab: Lab):
+    viewer = lab.viewer(2)
+    book = skip_map()
+    mask = book.load(0, 0)
+    assert viewer.root.locator("input.rv-tau").count() == 0
+    assert_same(viewer.picture(), mask.window(0).density)
+    queries, keys = mask.grid
+    exact = int(mask.passing.counts().sum())
+    assert f"{exact:,} of {queries * keys:,} block pairs are exact, " in viewer.summary()
+    assert f"{queries * keys - exact:,} skipped." in viewer.summary()
+    lines = viewer.hover(3, 5)
+    assert lines[1] == f"Key block 5: {box_text(book.grid.box(5, 128))}"
+    assert lines[2] == "No scores belong to this mask"
+
+
+def test_frames_show_query_and_keys_also_where_their_blocks_differ_in_size(lab: Lab):
+    viewer, book = lab.viewer(2), skip_map()
+    lab.page.wait_for_function("() => !document.querySelectorAll('.rv')[2].routeViewer.framesTimer")
+    text = viewer.read("v.selection.textContent")
+    query = viewer.read("v.model.get('query_block')")
+    row = book.load(0, 0).passing.dense()[0, 0, query]
+    selected = decisions.selected_tokens(row, book.grid, 128)
+    assert text.startswith(f"{int(selected.sum()):,} of {selected.numel():,} video tokens")
+    home = decisions.own_tokens(query, book.grid, 64).nonzero()[:, 0].unique().tolist()
+    assert f"lies in frame {', '.join(map(str, home))}." in text
+
+
 # -- without a kernel: last, because it ends the kernel --------------------------------------------
 
 
@@ -420,7 +448,8 @@ def save_notebook(lab: Lab) -> None:
     lab.page.locator(".lm-MenuBar-itemLabel", has_text="File").first.click()
     lab.page.locator('.lm-Menu-itemLabel:text-is("Save Notebook")').click()
     for _ in range(60):
-        if "widgets" in json.loads(lab.notebook.read_text())["metadata"]:
+        text = lab.notebook.read_text()  # perhaps while it is being written
+        if text.rstrip().endswith("}") and "widgets" in json.loads(text)["metadata"]:
             return
         lab.page.wait_for_timeout(0.5 * SECONDS)
     raise TimeoutError(f"{lab.notebook.name} was not saved with its widgets within 30 s")

@@ -97,3 +97,12 @@ def field_masks(
     errors = {(0, 0): torch.full((heads,), 0.25), (2, 8): torch.full((heads,), 0.75)}
     errors = {entry: error for entry, error in errors.items() if entry in entries}
     return MaskSet(grid, masks, "smooth fields of a test", scores, errors, video=video)
+
+
+def skip_map() -> MaskSet:
+    """A map without scores: 64 queries x 128 keys a block, text on both sides, tokens in cubes."""
+    grid = TokenGrid((9, 20, 30), prefix=100, suffix=77, order="tile")
+    shape = (1, 1, num_blocks(grid.tokens, 64), num_blocks(grid.tokens, 128))
+    kept = torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.3
+    route = BlockRoute.from_dense(kept, block=(64, 128), seqlens=(grid.tokens, grid.tokens))
+    return MaskSet(grid, {(0, 0): Mask.of_route(route, rest="skipped")}, "a skip map of a test")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,9 +116,8 @@ class RouteViewer(anywidget.AnyWidget):
         self._later = Debouncer(lambda: self._guard(self._follow), LOAD_WAIT)
         self._guard(self._load)
         self.ground = ground.tobytes()
-        self._hand_over(
-            "token_blocks", token_blocks(book.grid, self.mask.passing.block[1]).tobytes()
-        )
+        units = token_blocks(book.grid, math.gcd(*self.mask.passing.block))
+        self._hand_over("token_blocks", units.tobytes())
         self.observe(lambda _: self._later(), names=["layer", "step", "head", "want_scores"])
         self.observe(self._log_browser, names="browser_problem")
 

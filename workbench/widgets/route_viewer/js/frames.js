@@ -5,6 +5,12 @@ const PANELS = { columns: 8, gap: 8, caption: 17, width: 936 };
 const TINT = "rgba(26, 87, 204, 0.5)";
 const WASH = "rgba(244, 245, 247, 0.76)";
 
+/** How many common pieces a query block and a key block hold. */
+function unitsOf([query, key]) {
+  const common = (a, b) => (b ? common(b, a % b) : a);
+  return [query / common(query, key), key / common(query, key)];
+}
+
 class FramesView {
   constructor(viewer) {
     this.viewer = viewer;
@@ -12,13 +18,18 @@ class FramesView {
     this.element.tabIndex = -1;
   }
 
-  /** decisions: of the row of the query block; blocks: the key block of every token in raster order. */
-  draw(decisions, query, blocks) {
+  /**
+   * decisions: of the row of the query block; units: of every token in raster order, its place in
+   * pieces of the sequence that divide query blocks and key blocks alike.
+   */
+  draw(decisions, query, units) {
     const [frames, height, width] = this.viewer.facts.grid;
-    const own = this.ownTokens(query);
-    const keys = new Uint8Array(blocks.length);
-    for (let n = 0; n < blocks.length; n++) {
-      const code = decisions[blocks[n]];
+    const own = new Uint8Array(units.length);
+    const keys = new Uint8Array(units.length);
+    const [queryUnits, keyUnits] = unitsOf(this.viewer.facts.block);
+    for (let n = 0; n < units.length; n++) {
+      own[n] = Math.floor(units[n] / queryUnits) === query;
+      const code = decisions[Math.floor(units[n] / keyUnits)];
       keys[n] = code !== APPROXIMATE && code !== UNDECIDED;
     }
     const chosen = this.choose(frames, own);
@@ -33,18 +44,6 @@ class FramesView {
     const line = framesText(keys, own, this.viewer.facts);
     this.element.setAttribute("aria-label", line);
     return line;
-  }
-
-  /** Tokens of the query block; its block size may differ from that of the keys. */
-  ownTokens(query) {
-    const { blocks, block } = this.viewer.facts;
-    const tokens = this.viewer.tokenBlocks;
-    const own = new Uint8Array(tokens.length);
-    const ratio = block[0] / block[1];
-    const [low, high] = [query * ratio, (query + 1) * ratio];
-    const last = query === blocks[0] - 1;
-    for (let n = 0; n < own.length; n++) own[n] = tokens[n] >= low && (tokens[n] < high || last);
-    return own;
   }
 
   choose(frames, own) {

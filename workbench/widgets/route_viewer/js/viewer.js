@@ -35,7 +35,8 @@ class Viewer {
     title.className += " rv-title";
     Object.assign(this, { title, summary, pair, selection });
     const left = [this.zoomRow.row, title, this.map.element, this.map.legend, summary];
-    const right = [this.index.element, this.curve.element, pair];
+    const curve = this.facts.scored ? [this.curve.element] : [];
+    const right = [this.index.element, ...curve, pair];
     this.element = element("div", { className: "rv", "data-lm-suppress-shortcuts": "true" }, [
       element("div", { className: "rv-line" }, [this.heading()]),
       this.controls.element,
