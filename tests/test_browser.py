@@ -22,6 +22,7 @@ from tests.browser import (
     run_all_cells,
 )
 from workbench.capture import open_capture
+from workbench.config import SolAttnConfig, load_config
 from workbench.paths import notebooks_dir
 from workbench.probe import probe_sol
 from workbench.widgets import TauTuner
@@ -103,6 +104,7 @@ def test_tau_follows_keyboard_and_mouse_and_shows_what_python_computes(lab: str)
         wait_until_measured(page, tau)
         check_against_python(page, tau)
         keep_picture(page.locator(TUNER).first, "tau_tuner")
+        assert saved_configuration(page).tau == tau
 
 
 def drag(page, by: int) -> float:
@@ -116,6 +118,15 @@ def drag(page, by: int) -> float:
     page.mouse.up()
     assert float(readout(page)) > float(before)
     return float(readout(page))
+
+
+def saved_configuration(page) -> SolAttnConfig:
+    """What the link of the tuner saves as config.yaml."""
+    with page.expect_download() as download:
+        page.locator(f"{TUNER} a[download='config.yaml']").click()
+    config = load_config(Path(download.value.path())).attention_config.sparse_attention_config
+    assert isinstance(config, SolAttnConfig)
+    return config
 
 
 def check_against_python(page, tau: float) -> None:

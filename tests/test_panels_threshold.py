@@ -11,6 +11,7 @@ from blockattn import SkipGaps, attend, skip_gaps, skip_softmax_attention
 from blockattn.route import BlockRoute
 from tests.panel_inputs import GRID, PNG, capture_of, load, turn
 from workbench import decisions
+from workbench.config import SkipSoftmaxConfig, load_config
 from workbench.decisions import TileState
 from workbench.probe import attention_error
 from workbench.tiles import explain_tile
@@ -29,6 +30,14 @@ def blank(monkeypatch: pytest.MonkeyPatch) -> ThresholdTuner:
     """For what is not about the picture: each would take longer to draw than all the rest."""
     monkeypatch.setattr(SkipPanel, "draw", lambda *_: PNG)
     return ThresholdTuner(capture_of(), device="cpu")
+
+
+def test_its_setting_leaves_as_a_configuration():
+    tuner = ThresholdTuner(capture_of(), device="cpu")
+    turn(tuner, log2_threshold=-3.0)
+    sparse = load_config(tuner.config).attention_config.sparse_attention_config
+    assert sparse == SkipSoftmaxConfig(threshold_scale_factor=GRID.tokens / 8)
+    assert "save as config.yaml" in tuner._yaml.value
 
 
 def test_it_starts_with_pictures_texts_and_a_measured_error(tuner: ThresholdTuner):

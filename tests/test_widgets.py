@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
+import re
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from blockattn import attend, sol_attention, sol_route, sol_scores
 from tests.panel_inputs import GRID, PNG, capture_of, load, turn
 from workbench import decisions
+from workbench.config import SolAttnConfig, load_config
 from workbench.probe import attention_error
 from workbench.widgets import TauTuner, TunerState, capture_session, session
 from workbench.widgets.debounce import Debouncer
@@ -50,6 +53,24 @@ def test_every_knob_changes_state_and_picture(tuner: TauTuner, knob: str, value)
     assert getattr(tuner.state, knob) == value
     assert tuner.picture != before
     assert tuner.problem == ""
+
+
+def test_its_setting_leaves_as_a_configuration(tuner: TauTuner):
+    turn(tuner, tau=0.6, thresh_type="exact")
+    sparse = load_config(tuner.config).attention_config.sparse_attention_config
+    assert sparse == SolAttnConfig(tau=0.6, thresh_type="exact")
+    turn(tuner, sink_tokens=64)
+    assert "# Without the sink of 64 tokens" in tuner.config
+    link = re.search(
+        r'download="config.yaml" href="data:application/yaml;base64,([^"]+)"', page(tuner)
+    )
+    assert link is not None
+    assert base64.b64decode(link[1]).decode() == tuner.config
+
+
+def page(tuner: TauTuner) -> str:
+    texts = (getattr(child, "value", "") for child in tuner.children)
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def test_its_numbers_are_those_of_the_plain_functions(tuner: TauTuner):

@@ -155,6 +155,12 @@ views.picture(viewer.figure(), viewer.summary())
 # %% [markdown]
 # ## Take the setting with you
 #
+# The tuner's setting as the configuration that every command here reads; the panel above has a link that saves it.
+
+# %%
+print(tuner.config)
+
+# %% [markdown]
 # `workbench tune` does all of this for every layer, step and head without a notebook, and writes figures, a table and a
 # `config.yaml` for the serving stack:
 #

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from workbench import decisions
+from workbench.config import SolAttnConfig
 from workbench.widgets.capture_session import CaptureLike
 from workbench.widgets.controls import Controls
 from workbench.widgets.panels import FramesPanel, RoutePanel, title_of
@@ -31,6 +32,14 @@ class TauTuner(Tuner):
         route_panel = RoutePanel(decisions.frame_edges(capture.grid))
         frames_panel = FramesPanel(capture.grid.shape, capture.video, title_of)
         super().__init__(session, Controls(session), route_panel, frames_panel)
+
+    def _setting(self) -> tuple[SolAttnConfig, list[str]]:
+        state, remarks = self.state, []
+        if state.sink_tokens:
+            remarks = [f"Without the sink of {state.sink_tokens} tokens: the schema has no field."]
+        return SolAttnConfig.model_validate(
+            {"tau": state.tau, "thresh_type": state.thresh_type}
+        ), remarks
 
     def _describe(self, view: TunerView) -> str:
         return decisions.describe(view.classes)

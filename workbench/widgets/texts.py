@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from html import escape
 
@@ -11,6 +12,7 @@ from workbench.views.table import Table
 from workbench.widgets.capture_session import CaptureSession, Measured
 
 LINE = "margin:2px 0;line-height:1.45;font-size:13px"
+PRE = "font-size:12px;line-height:1.35;margin:4px 0"
 ALERT = (
     "margin:4px 0;padding:6px 10px;border:1px solid #b3261e;border-left-width:5px;"
     "color:#8c1d18;background:#fdf1f0;font-size:13px;white-space:pre-wrap"
@@ -87,6 +89,16 @@ def problems(errors: Mapping[str, Exception]) -> str:
         for doing, error in errors.items()
     )
     return "".join(texts)
+
+
+def configuration(text: str) -> str:
+    """A configuration to unfold and to save; the browser does both, also without a kernel."""
+    data = base64.b64encode(text.encode()).decode()
+    return (
+        f'<details style="{LINE}"><summary>Configuration for a server, '
+        f'<a download="config.yaml" href="data:application/yaml;base64,{data}">save as config.yaml'
+        f'</a></summary><pre style="{PRE}">{escape(text)}</pre></details>'
+    )
 
 
 def call(measured: Measured, head: int) -> str:

@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from workbench import decisions, views
+from workbench.config import SkipSoftmaxConfig
 from workbench.widgets.capture_session import CaptureLike, Measured
 from workbench.widgets.panels import DPI, HEIGHT, WIDTH, FramesPanel
 from workbench.widgets.skip_controls import TILES, SkipControls
@@ -41,6 +42,11 @@ class ThresholdTuner(Tuner):
         frames = FramesPanel(grid.shape, capture.video, title_of, "query tile", "skipped")
         edges = {tile: decisions.frame_edges(grid, tile) for tile in TILES}
         super().__init__(session, SkipControls(session), SkipPanel(edges), frames)
+
+    def _setting(self) -> tuple[SkipSoftmaxConfig, list[str]]:
+        state, keys = self.state, self.session.capture.grid.tokens
+        remark = f"lambda = {state.threshold:.4g} at {keys:,} keys; tiles of {state.tile} here."
+        return SkipSoftmaxConfig(threshold_scale_factor=state.threshold * keys), [remark]
 
     def _describe(self, view: SkipView) -> str:
         units = describe_threshold(view.state.log2_threshold, self.session.capture.grid.tokens)

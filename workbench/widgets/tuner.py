@@ -8,6 +8,13 @@ from typing import Any, Protocol
 import ipywidgets as widgets
 
 from workbench import decisions
+from workbench.config import (
+    AttentionConfig,
+    SkipSoftmaxConfig,
+    SolAttnConfig,
+    VisualGenConfig,
+    dump_config,
+)
 from workbench.widgets import texts
 from workbench.widgets.capture_session import Measured, TunerSession
 from workbench.widgets.panel import MEASURING, Panel
@@ -60,6 +67,7 @@ class Tuner(Panel):
         controls: the input widgets; setting a value acts like a user.
         view: numbers behind the pictures.
         measured: the last real call for this setting, or None while it is pending.
+        config: this setting as YAML for a server; the panel has a link that saves it.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class Tuner(Panel):
         self.view: Any = None
         self._errors_shown = False
         self._frames = Picture()
-        self._pair_text = widgets.HTML()
+        self._pair_text, self._yaml = widgets.HTML(), widgets.HTML()
         self._button = widgets.Button(
             description="Measure error",
             icon="play",
@@ -102,10 +110,23 @@ class Tuner(Panel):
         """HTML of the lines under the pictures."""
         return self._summary.value + self._pair_text.value
 
+    @property
+    def config(self) -> str:
+        """The current setting as the configuration that every command reads (YAML)."""
+        sparse, remarks = self._setting()
+        attention = AttentionConfig(backend="CUTEDSL", sparse_attention_config=sparse)
+        lines = [f"Turned by hand on {self.session.capture.title}.", *remarks]
+        text = "".join(f"# {line}\n" for line in lines)
+        return text + dump_config(VisualGenConfig(attention_config=attention))
+
     def measure(self) -> None:
         """Runs the sparse and the dense call of the current setting, however long they take."""
         self._measure.cancel()
         self._guard(MEASURING, self._call)
+
+    def _setting(self) -> tuple[SolAttnConfig | SkipSoftmaxConfig, list[str]]:
+        """The current setting for a server, and what a server cannot be told of it."""
+        raise NotImplementedError
 
     def _describe(self, view: Any) -> str:
         """The line under the map."""
@@ -124,6 +145,7 @@ class Tuner(Panel):
             self._picture,
             self._summary,
             *ran,
+            self._yaml,
             self.controls.pair(),
             self._pair_text,
             self._frames,
@@ -138,6 +160,7 @@ class Tuner(Panel):
         alt = f"Query block {state.query_block} on the video frames. {selection}"
         self._frames.show(self._frames_panel.draw(view), alt)
         self._pair_text.value = texts.lines(self._explain(view), selection)
+        self._yaml.value = texts.configuration(self.config)
 
     def _remeasure(self) -> None:
         """The slow part, unless it is too slow to follow the controls."""
