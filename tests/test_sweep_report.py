@@ -287,6 +287,14 @@ def test_failed_cases_make_the_exit_status_1_and_status_says_why(finished: Path)
     assert told.count("\nrun ") == 2
 
 
+def test_a_sweep_without_a_result_has_no_statistics_to_write(tmp_path: Path):
+    new_store(tmp_path / "a.db").close()
+    out = tmp_path / "statistics.csv"
+    told = sweep("report", tmp_path / "a.db", "--statistics", out)
+    assert "no case has a result yet" in str(told.exception)
+    assert not out.exists()
+
+
 def test_status_of_a_sweep_that_runs(tmp_path: Path):
     with new_store(tmp_path / "a.db") as store:
         store.begin({})

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
+from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from tests.sweep_inputs import (
     job,
     new_store,
     plan,
+    plan_fields,
     refuses,
     running,
     small,
@@ -24,11 +28,13 @@ from tests.sweep_inputs import (
     write_plan,
     write_weights,
 )
+from workbench.provenance import sha256_of
 from workbench.sweep import load
+from workbench.sweep.plan import make_plan
 from workbench.sweep.processes import ProcessPerTask, TaskError
 from workbench.sweep.run import Workers, local_workers, run_cases, visible_gpus
 from workbench.sweep.session import resume_sweep, run_sweep
-from workbench.sweep.store import Store
+from workbench.sweep.store import Outcome, Store
 from workbench.sweep.worker import in_subprocess, run_content
 
 
@@ -95,6 +101,20 @@ def test_a_failure_says_how_the_task_ended(processes: Executor, error: Any, reas
 def test_a_result_that_cannot_travel_is_a_failure(processes: Executor):
     with pytest.raises(TaskError, match="exit status 1"):
         processes.submit(unpicklable).result()
+
+
+def interrupts_are_blocked() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_ctrl_c_reaches_the_parent_alone_even_while_a_process_starts(processes: Executor):
+    """What starts with the signal blocked prints no traceback of an import that it interrupts."""
+    assert processes.submit(interrupts_are_blocked).result()
+
+
+def test_the_parent_itself_can_be_interrupted(processes: Executor):
+    processes.submit(where).result()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_an_executor_that_nobody_waits_for_ends_its_processes():
@@ -250,6 +270,35 @@ def test_resuming_refuses_weights_that_changed(weights: Path, tmp_path: Path):
         resume_sweep(tmp_path / "a.db", threads(job), retry_failed=True)
     with pytest.raises(ValueError, match=r"copy\.safetensors weights: sha256"):
         run_sweep(written, tmp_path / "a.db", threads(job))
+
+
+def other_weights(content: Mapping[str, Any]) -> Outcome:
+    return replace(job(content), weights="f" * 64)
+
+
+def test_weights_that_change_while_a_sweep_runs_fail_the_case(weights: Path, tmp_path: Path):
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(weights.read_bytes())
+    written = write_plan(tmp_path / "plan.yaml", **small(copy))
+    counts = run_sweep(written, tmp_path / "a.db", threads(other_weights))
+    assert counts["failed"] == 3
+    told = str(load(tmp_path / "a.db").cases[0].reason)
+    assert "sha256 ffffffffffff where it ran, but the sweep began with " in told
+    used = run_content(make_plan(plan_fields(**small(copy))).cases()[0].content()).weights
+    assert used == sha256_of(copy)
+
+
+def test_weights_that_are_not_here_are_named_with_where_their_path_begins(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "copy.safetensors").write_bytes(weights.read_bytes())
+    written = write_plan(tmp_path / "plan.yaml", **small(Path("copy.safetensors")))
+    monkeypatch.chdir(tmp_path)
+    run_sweep(written, tmp_path / "a.db", threads(refuses))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"weights='copy\.safetensors': .*elsewhere, where"):
+        resume_sweep(tmp_path / "a.db", threads(job))
 
 
 @pytest.mark.parametrize("count", [0, -1])

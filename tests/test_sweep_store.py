@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import signal
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 from tests.sweep_inputs import finished_rows, new_store, outcome, plan, results
 from workbench.sweep import SweepTable, load, schema
 from workbench.sweep.cases import Case
-from workbench.sweep.liveness import lock_path
+from workbench.sweep.liveness import is_alive, lock_path
 from workbench.sweep.metrics import METRICS
 from workbench.sweep.store import Store
 
@@ -295,6 +297,63 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path):
     (tmp_path / "empty.db").touch()
     with pytest.raises(ValueError, match="holds no sweep"):
         load(tmp_path / "empty.db")
+    assert (tmp_path / "empty.db").stat().st_size == 0
+
+
+def test_a_damaged_database_is_named(tmp_path: Path):
+    path = database(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[4096:] = random.Random(0).randbytes(len(content) - 4096)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"sweep\.db': is damaged; take a copy"):
+        load(path)
+
+
+def test_a_full_disk_loses_the_case_alone_and_says_what_to_do(tmp_path: Path):
+    def fill(path: Path) -> None:
+        with Store.open(path) as store:
+            store.begin({})
+            store._db.execute("PRAGMA max_page_count = 1")  # not a page more than there are
+            for text in ("", "x" * 5000):
+                case = store.claim()
+                assert case is not None
+                store.finish(case, replace(outcome(case), environment={"text": text}))
+
+    path = database(tmp_path)
+    with pytest.raises(OSError, match="the disk is full; make room"):
+        fill(path)
+    assert len(load(path).done) == 1
+    assert not list(tmp_path.glob("*-run-*"))
+    work(str(path))
+    assert len(load(path).done) == 3
+
+
+def test_a_database_that_cannot_be_written_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = database(tmp_path)
+    work(str(path))
+    written = results(path)
+
+    def refused(path: Path, connection: sqlite3.Connection) -> sqlite3.Connection:
+        connection.execute("PRAGMA query_only = ON")  # root would write whatever the permissions
+        connection.execute("DELETE FROM metric")
+        raise AssertionError
+
+    monkeypatch.setattr(schema, "_prepared", refused)
+    assert results(path) == written
+    with pytest.raises(OSError, match="cannot be written; make it"):
+        with Store.open(path) as store:
+            store.retry_failed()
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, ()))
+    with pytest.raises(ValueError, match="has version 1 and cannot be brought to 2"):
+        load(path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file/a\.db': no folder can be made there"):
+        new_store(tmp_path / "file" / "a.db")
 
 
 def test_the_same_plan_opens_the_sweep_and_another_one_is_refused(tmp_path: Path):
@@ -314,6 +373,27 @@ def test_a_lock_is_beside_the_database_and_follows_its_process(tmp_path: Path):
         assert lock_path(path, run).is_file()
         assert os.access(lock_path(path, run), os.R_OK)
     assert not lock_path(path, run).exists()
+
+
+def test_two_who_look_at_a_dead_run_do_not_take_each_other_for_it(tmp_path: Path):
+    path = lock_path(tmp_path / "a.db", "dead")
+    path.touch()
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert not is_alive(tmp_path / "a.db", "dead")
+    assert not path.exists()
+
+
+def test_a_run_killed_between_two_cases_leaves_no_lock_behind(tmp_path: Path):
+    path = database(tmp_path)
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("INSERT INTO run VALUES ('dead', '{}', '2026-01-01', NULL)")
+    connection.close()
+    lock_path(path, "dead").touch()
+    with Store.open(path) as store:
+        store.begin({})
+        assert not lock_path(path, "dead").exists()
 
 
 def test_claims_survive_the_round_trip_through_the_database(tmp_path: Path):

@@ -8,7 +8,7 @@ import torch
 
 from workbench.devices import choose_device
 from workbench.models import VideoDiT, load_model
-from workbench.provenance import CLOCK, environment, gpu_state
+from workbench.provenance import CLOCK, environment, gpu_state, sha256_of
 from workbench.quality import Lpips, lpips_obstacle
 from workbench.sample.run import Row, Sampled, run
 from workbench.sample.session import DTYPES
@@ -27,7 +27,9 @@ def run_case(case: Case) -> Outcome:
         ValueError, TypeError, UnsupportedError: a setting that the model or this machine refuses.
     """
     device = choose_device(case.sampling.device)
-    model = load_model(case.sampling.weights_file, device=device, dtype=DTYPES[case.sampling.dtype])
+    weights = case.sampling.weights_file
+    checksum = sha256_of(weights)
+    model = load_model(weights, device=device, dtype=DTYPES[case.sampling.dtype])
     settings = case.sampling.settings(case.seed, case.prompt)
     pair = [Variant(BASELINE, role="baseline"), _variant(case, model)]
     if device.type == "cuda":  # kernels are compiled at their first call
@@ -42,6 +44,7 @@ def run_case(case: Case) -> Outcome:
         fallbacks=tuple(sorted({reason for r in records for reason in r.reasons})),
         emulated=row.sampled.emulated,
         flags=tuple(row.flags),
+        weights=checksum,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -37,17 +38,22 @@ def lock_path(database: Path, run: str) -> Path:
 
 
 def is_alive(database: Path, run: str) -> bool:
-    """Whether some process holds the lock of a run; the file of a dead one is removed."""
+    """Whether some process holds the lock of a run; the file of a dead one is removed.
+
+    Looking takes a shared lock, so that two who look at once do not take each other for the run,
+    and reads only, so that others may look at a sweep that is not theirs to write.
+    """
     path = lock_path(database, run)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
         os.close(file)
-    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
     return False

@@ -29,7 +29,7 @@ from workbench.config import AttentionConfig, load_config
 from workbench.config.fields import Integer, Strict
 from workbench.config.files import read_yaml
 from workbench.provenance import file_record
-from workbench.sweep.cases import Case, Sampling, flat, name_of, read_setting, valid
+from workbench.sweep.cases import BUNDLED, Case, Sampling, flat, name_of, read_setting, valid
 
 
 class PlanFile(Strict):
@@ -191,8 +191,20 @@ def inputs_of(samplers: list[Sampling]) -> dict[str, dict[str, object]]:
     Raises:
         FileNotFoundError: a file is not there.
     """
-    files = {f"{sampling.weights} weights": sampling.weights_file for sampling in samplers}
-    return {role: file_record(path) for role, path in files.items()}
+    files = {sampling.weights: sampling.weights_file for sampling in samplers}
+    for name, path in files.items():
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"weights={name!r}: must be {', '.join(BUNDLED)} or a file, and there is no "
+                f"{str(path)!r} in {Path.cwd()}, where its path begins; start from the folder of "
+                "the first run, or put it there"
+            )
+    return {weights_role(name): file_record(path) for name, path in files.items()}
+
+
+def weights_role(weights: str) -> str:
+    """Under which the record of a plan keeps the checksum of weights."""
+    return f"{weights} weights"
 
 
 def check_unchanged(database: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -66,7 +67,7 @@ class ProcessPerTask(Executor):
         self._places: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
         for place in places:
             self._places.put(place)
-        self._threads = ThreadPoolExecutor(len(places))
+        self._threads = ThreadPoolExecutor(len(places), "task", _leave_interrupts_to_the_parent)
         self._children: set[Any] = set()
         self._killed = False
 
@@ -101,6 +102,15 @@ class ProcessPerTask(Executor):
             self._places.put(place)
 
 
+def _leave_interrupts_to_the_parent() -> None:
+    """In a thread that starts processes, which inherit what it blocks.
+
+    Ctrl-C is the parent's to decide; a process that still imports would answer with a traceback.
+    """
+    resource_tracker.ensure_running()  # or the first process would start it, which unblocks
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
 def _result(receive: Connection, child: Any) -> Any:
     answer: Any = Failure("")
     with suppress(EOFError):  # it died without a word
@@ -124,7 +134,7 @@ def _ending(code: int) -> str:
 def _child(send: Connection, place: Mapping[str, str], fn: Any, args: Any, kwargs: Any) -> None:
     """Runs in the new process."""
     os.environ.update(place)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to decide
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for processes that the task itself starts
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         result = fn(*args, **kwargs)

@@ -61,7 +61,13 @@ def case_rows(table: SweepTable) -> list[dict[str, object]]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Writes rows with equal keys; the file is replaced."""
+    """Writes rows with equal keys; the file is replaced.
+
+    Raises:
+        ValueError: there is no row.
+    """
+    if not rows:
+        raise ValueError(f"{path}: nothing to write, no case has a result yet")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))

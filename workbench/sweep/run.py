@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.sweep.cases import Case
+from workbench.sweep.plan import weights_role
 from workbench.sweep.processes import Failure, ProcessPerTask, TaskError
 from workbench.sweep.store import Outcome, Store
 from workbench.sweep.worker import in_subprocess, run_content
@@ -88,6 +89,7 @@ def run_cases(store: Store, workers: Workers, report: Report = lambda case, resu
     Raises:
         What the executor or the database raises; what a case raises becomes a row.
     """
+    inputs = store.plan["inputs"]
     running: dict[Future[Outcome], tuple[Case, float]] = {}
     while True:
         while len(running) < workers.slots and (case := _next(store)) is not None:
@@ -97,7 +99,7 @@ def run_cases(store: Store, workers: Workers, report: Report = lambda case, resu
             return
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             case, began = running.pop(future)
-            result = _outcome(future, began)
+            result = _with_planned_weights(case, _outcome(future, began), inputs)
             if isinstance(result, Failure):
                 store.fail(case, result.reason, result.traceback)
             else:
@@ -124,6 +126,19 @@ def _next(store: Store) -> Case | None:
     if case is None and store.free_lost():
         case = store.claim()
     return case
+
+
+def _with_planned_weights(
+    case: Case, result: Outcome | Failure, inputs: Mapping[str, Any]
+) -> Outcome | Failure:
+    """Fails a case whose weights are others by now, or on the machine where it ran."""
+    planned = inputs.get(weights_role(case.sampling.weights), {}).get("sha256")
+    if isinstance(result, Failure) or result.weights in ("", planned):
+        return result
+    return Failure(
+        f"weights={case.sampling.weights!r}: sha256 {result.weights[:12]} where it ran, but the "
+        f"sweep began with {str(planned)[:12]}; put those back and resume with --retry-failed"
+    )
 
 
 def _outcome(future: Future[Outcome], began: float) -> Outcome | Failure:

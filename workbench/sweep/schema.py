@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 APPLICATION_ID = 0x53575042  # marks the file as ours in its header
 BUSY_SECONDS = 60.0  # a writer waits so long for another one's transaction
+_OPTIONS: dict[str, Any] = {"timeout": BUSY_SECONDS, "isolation_level": None}
 
 # MIGRATIONS[n] leads from version n to n + 1. A released one is never edited: add another.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -51,26 +53,105 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
+# What may happen to any statement, by SQLite's primary result code: an error of its own kind, and
+# words for the user. Other codes are mistakes of this program and stay as they are.
+_TROUBLE: dict[int, tuple[type[Exception], str]] = {
+    sqlite3.SQLITE_NOTADB: (ValueError, "is no SQLite file"),
+    sqlite3.SQLITE_CORRUPT: (
+        ValueError,
+        "is damaged; take a copy of it, or save what can be read with sqlite3's .recover",
+    ),
+    sqlite3.SQLITE_READONLY: (
+        OSError,
+        "cannot be written; make it and its folder writable, or copy it to one that is",
+    ),
+    sqlite3.SQLITE_CANTOPEN: (
+        OSError,
+        "cannot be opened; name a file in a folder where you can write",
+    ),
+    sqlite3.SQLITE_FULL: (
+        OSError,
+        "the disk is full; make room and go on with sweep resume, what was finished is kept",
+    ),
+    sqlite3.SQLITE_IOERR: (OSError, "its disk fails; name a place on a disk of this machine"),
+    sqlite3.SQLITE_BUSY: (
+        OSError,
+        f"another program has held it for {BUSY_SECONDS:g} s; end that, and go on with resume",
+    ),
+}
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Makes SQLite's errors those of this database, with what to do.
+
+    Raises:
+        ValueError: the file is no database, or damaged. OSError: its disk or folder is at fault.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        if _code(error) not in _TROUBLE:
+            raise
+        kind, words = _TROUBLE[_code(error)]
+        raise kind(f"database={str(path)!r}: {words} ({error})") from error
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """Opens a database at the newest version, making the tables of an empty one.
 
+    One that cannot be written, such as a colleague's, is opened to read.
+
     Raises:
-        ValueError: the file is something else, or of a newer version.
+        ValueError: the file is something else, damaged, or of a newer version.
         OSError: its place cannot be written.
     """
-    try:
-        connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
-    except sqlite3.OperationalError as error:
-        raise OSError(f"database={str(path)!r}: cannot be opened ({error})") from error
+    with told(path):
+        try:
+            return _prepared(path, sqlite3.connect(path, **_OPTIONS))
+        except sqlite3.OperationalError as error:
+            if _code(error) not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+                raise
+            if not path.is_file():
+                raise
+            return _to_read(path)
+
+
+def _prepared(path: Path, connection: sqlite3.Connection) -> sqlite3.Connection:
     connection.row_factory = sqlite3.Row
     try:
         _migrate(connection, path)  # looks first whether the file is ours
         _use_wal(connection)
         connection.execute("PRAGMA foreign_keys = ON")
-    except (sqlite3.DatabaseError, ValueError) as error:
+    except BaseException:
         connection.close()
-        if type(error) is sqlite3.DatabaseError:  # its subclasses are about other things
-            raise ValueError(f"database={str(path)!r}: is no SQLite file ({error})") from error
+        raise
+    return connection
+
+
+def _to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing, not even the files of WAL beside the database."""
+    address = path.absolute().as_uri()
+    try:
+        return _readable(path, sqlite3.connect(f"{address}?mode=ro", uri=True, **_OPTIONS))
+    except sqlite3.OperationalError:  # WAL wants to make a file there
+        beside = path.with_name(f"{path.name}-wal")
+        if beside.is_file() and beside.stat().st_size:
+            raise
+        return _readable(path, sqlite3.connect(f"{address}?immutable=1", uri=True, **_OPTIONS))
+
+
+def _readable(path: Path, connection: sqlite3.Connection) -> sqlite3.Connection:
+    connection.row_factory = sqlite3.Row
+    try:
+        _check_ours(connection, path)
+        if _version(connection) != len(MIGRATIONS):
+            raise ValueError(
+                f"database={str(path)!r}: has version {_version(connection)} and cannot be brought "
+                f"to {len(MIGRATIONS)} where it cannot be written; copy it elsewhere"
+            )
+    except BaseException:
+        connection.close()
         raise
     return connection
 
@@ -81,10 +162,11 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
+        connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # SQLite ends it itself when the disk is full
+            connection.execute("ROLLBACK")
         raise
-    connection.execute("COMMIT")
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
@@ -112,7 +194,7 @@ def _use_wal(connection: sqlite3.Connection) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
             return
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+            if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
 
@@ -123,6 +205,11 @@ def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
     tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
     if mark != APPLICATION_ID and (mark or tables):
         raise ValueError(f"database={str(path)!r}: is another program's SQLite file; name another")
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code; 0 of an error that Python's module raised itself."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def _version(connection: sqlite3.Connection) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from tqdm import tqdm
 
 from workbench.provenance import origin
 from workbench.sweep.cases import Case, Sampling
-from workbench.sweep.plan import check_unchanged, inputs_of, load_plan
+from workbench.sweep.plan import check_unchanged, inputs_of, load_plan, weights_role
 from workbench.sweep.processes import Failure
 from workbench.sweep.run import Report, Workers, run_cases
 from workbench.sweep.store import Outcome, Store
@@ -65,14 +66,15 @@ def resume_sweep(
 
 def _work(store: Store, workers: Workers, command: Sequence[str] | None) -> dict[str, int]:
     cases = store.cases()
-    files = {f"{s.weights} weights": s.weights_file for s in _samplers(cases)}
+    files = {weights_role(s.weights): s.weights_file for s in _samplers(cases)}
     seeds = {f"noise {n}": seed for n, seed in enumerate(store.plan["seeds"])}
     store.begin(origin(sys.argv if command is None else command, files, seeds=seeds))
     try:
         with _progress(store) as report, workers:
             run_cases(store, workers, report)
     except KeyboardInterrupt:
-        print(f"stopped; workbench sweep resume {store.path} goes on", file=sys.stderr)
+        path = shlex.quote(str(store.path))
+        print(f"stopped; workbench sweep resume {path} goes on", file=sys.stderr)
         raise
     return store.counts()
 

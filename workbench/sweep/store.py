@@ -22,7 +22,7 @@ from workbench.sweep.cases import Case, flat
 from workbench.sweep.liveness import RunLock, is_alive
 from workbench.sweep.metrics import METRICS, Metric
 from workbench.sweep.plan import check_unchanged
-from workbench.sweep.schema import connect, transaction
+from workbench.sweep.schema import connect, told, transaction
 from workbench.sweep.table import SweepCase, SweepTable
 
 NOTES = ("ran", "fallbacks", "emulated", "flags")
@@ -36,6 +36,7 @@ class Outcome:
         metrics: by name of :data:`METRICS`.
         environment: of the process that ran it, for the provenance.
         ran, fallbacks, emulated, flags: as of :class:`workbench.sweep.table.SweepCase`.
+        weights: sha256 of those it used, compared with the plan's before anything is written.
     """
 
     metrics: dict[str, float]
@@ -44,6 +45,7 @@ class Outcome:
     fallbacks: tuple[str, ...] = ()
     emulated: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    weights: str = ""
 
 
 class Store:
@@ -63,14 +65,21 @@ class Store:
         """Opens an existing sweep.
 
         Raises:
-            FileNotFoundError: there is none. ValueError: the file is something else.
+            FileNotFoundError: there is none. ValueError: the file is something else, or damaged.
         """
         if not path.is_file():
             raise FileNotFoundError(f"database={str(path)!r}: no such file; make it with sweep run")
-        store = cls(path, connect(path))
-        if store._db.execute("SELECT count(*) FROM sweep").fetchone()[0] == 0:
-            store.close()
+        if not path.stat().st_size:  # and it stays so
             raise ValueError(f"database={str(path)!r}: holds no sweep; make it with sweep run")
+        store = cls(path, connect(path))
+        try:
+            with told(path):
+                found = store._db.execute("SELECT count(*) FROM sweep").fetchone()[0]
+            if found == 0:
+                raise ValueError(f"database={str(path)!r}: holds no sweep; make it with sweep run")
+        except BaseException:
+            store.close()
+            raise
         return store
 
     @classmethod
@@ -84,12 +93,18 @@ class Store:
 
         Raises:
             ValueError: the sweep that is there has another plan (the message has the differences),
-                or the file is something else.
+                or the file is something else, or damaged. OSError: nothing can be written there.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"database={str(path)!r}: no folder can be made there ({error.strerror}); "
+                "name another"
+            ) from error
         store = cls(path, connect(path))
         try:
-            with transaction(store._db):
+            with told(path), transaction(store._db):
                 store._fill(plan, cases)
         except BaseException:
             store.close()
@@ -113,14 +128,24 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        with told(self.path):
+            try:
+                self.close()
+            finally:
+                if isinstance(error, sqlite3.Error):
+                    raise error
 
     def close(self) -> None:
         """Ends the run, if one was begun, and closes the file."""
-        if self._run is not None:
-            self.end()
-        self._db.close()
+        try:
+            if self._run is not None:
+                self.end()
+        finally:
+            if self._lock is not None:  # the run could not be ended: the others free its cases
+                self._lock.close()
+                self._lock = None
+            self._db.close()
 
     # -- a run -----------------------------------------------------------------------------------
 
@@ -131,7 +156,13 @@ class Store:
             record: its command, inputs and seeds, for the provenance.
         """
         run = uuid.uuid4().hex[:12]
-        self._lock = RunLock(self.path, run)  # before the row, or others would take it for dead
+        try:
+            self._lock = RunLock(self.path, run)  # before the row, or others would take it for dead
+        except OSError as error:
+            raise OSError(
+                f"database={str(self.path)!r}: nothing can be written beside it "
+                f"({error.strerror}); copy it to a folder where you can write, and resume there"
+            ) from error
         with transaction(self._db):
             self._db.execute(
                 "INSERT INTO run VALUES (?, ?, ?, NULL)", (run, json.dumps(record), _now())
@@ -210,10 +241,9 @@ class Store:
     def free_lost(self) -> int:
         """Frees what runs claimed that are no more, killed ones included; returns how many."""
         with transaction(self._db):
-            owners = self._db.execute(
-                "SELECT DISTINCT run FROM sweep_case WHERE state = 'running'"
-            ).fetchall()
-            lost = [row["run"] for row in owners if not is_alive(self.path, row["run"])]
+            # All that never ended: one killed between two cases leaves its lock's file behind.
+            open_runs = self._db.execute("SELECT id FROM run WHERE ended IS NULL").fetchall()
+            lost = [row["id"] for row in open_runs if not is_alive(self.path, row["id"])]
             return sum(self._free(run) for run in lost)
 
     def _free(self, run: str | None) -> int:
