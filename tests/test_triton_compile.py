@@ -14,6 +14,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton", reason="needs triton (Linux)")
+pytestmark = pytest.mark.timeout(900)  # a compiler without a cache, on a busy machine
 
 SCRIPT = """
 import dataclasses, json, sys
@@ -34,6 +35,12 @@ if capability < 120:
     variants |= {f"{name} 128": variants[name] | {"skip_tile": (128, 128)}
                  for name in ("skip", "skip causal")}
 found = {name: c.compile_attention(capability, **flags) for name, flags in variants.items()}
+if capability < 120:
+    for rows in (64, 128):
+        stages = 3 if rows == 64 or capability == 90 else 1
+        config = c.launch.Config(rows, rows, rows // 16, stages, adaptive=True)
+        found |= {f"adaptive {name} {rows}": c.compile_attention(
+            capability, config=config, **variants[name]) for name in ("skip", "skip causal")}
 found |= {f"{name} D=64": c.compile_attention(capability, head_dim=64, **variants[name])
           for name in ("dense", "sol")}
 found["sol fp16"] = c.compile_attention(capability, element="fp16", **variants["sol"])
@@ -68,14 +75,33 @@ SHARED_MEMORY = {90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 102
 MATRIX_UNITS = {90: "wgmma", 100: "tcgen05", 103: "tcgen05"}
 
 
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
-def test_every_kernel_builds_without_spills(capability):
-    found = built_without_spills(SCRIPT, capability)
+@pytest.fixture(scope="module", params=SHARED_MEMORY)
+def building(request):
+    """A capability and the processes of both scripts: compiling takes minutes, so side by side."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    processes = {
+        script: subprocess.Popen(
+            [sys.executable, "-c", script, str(request.param)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for script in (SCRIPT, CODES_SCRIPT)
+    }  # fmt: skip
+    yield request.param, processes
+    for process in processes.values():
+        process.kill()
+        process.communicate()
+
+
+def test_every_kernel_builds_without_spills(building):
+    capability, processes = building
+    found = built_without_spills(processes[SCRIPT], capability)
     unit = MATRIX_UNITS.get(capability)
     if unit is not None:
         for name in ("dense", "sol", "mask", "skip"):
             assert found[name]["instructions"][unit] > 0, name
             assert found[name]["instructions"]["tma"] > 0, name
+    for name in (name for name in found if name.startswith("adaptive")):
+        assert found[name]["instructions"]["vote"] == (capability == 90), name
     assert_quantisers_round_as_pytorch_does(found)
     for name in (name for name in found if name.startswith("nvfp4 D=")):
         assert (found[name]["instructions"]["e2m1"] > 0) == (capability >= 100), name
@@ -99,22 +125,20 @@ def assert_quantisers_round_as_pytorch_does(found):
         assert count["wide load"] > 0, name
 
 
-def built_without_spills(script, capability):
+def built_without_spills(process, capability):
     """Resources of every kernel of a script, by name."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script, str(capability)]
-    made = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    found = json.loads(made.stdout)
+    output, complaint = process.communicate()
+    assert process.returncode == 0, complaint
+    found = json.loads(output)
     spilling = {name: item for name, item in found.items() if item["local"] or item["stack"]}
     assert not spilling
     assert max(item["shared"] for item in found.values()) <= SHARED_MEMORY[capability]
     return found
 
 
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
-def test_the_kernel_over_codes_builds_without_spills_and_scales_where_the_unit_does(capability):
-    found = built_without_spills(CODES_SCRIPT, capability)
+def test_the_kernel_over_codes_builds_without_spills_and_scales_where_the_unit_does(building):
+    capability, processes = building
+    found = built_without_spills(processes[CODES_SCRIPT], capability)
     count = {name: item["instructions"] for name, item in found.items()}
     for form in ("mxfp8", "nvfp4"):
         assert (count[f"{form} dense"]["scaled"] > 0) == (capability >= 100)
