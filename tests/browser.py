@@ -31,6 +31,7 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
 )
+PICTURES = "WORKBENCH_SCREENSHOTS"
 OUTPUT = ".jp-OutputArea-output"
 FAILED = f"{OUTPUT}[data-mime-type='application/vnd.jupyter.error']"
 SECONDS = 1000  # playwright counts in milliseconds
@@ -108,14 +109,15 @@ def jupyterlab(root: Path, state: Path) -> Iterator[str]:
 
 
 @contextmanager
-def open_page(width: int = 1500, height: int = 1300, scale: float = 1.0) -> Iterator:
+def open_page(width: int = 1500, height: int = 1300) -> Iterator:
     """A page of Chromium; an error that no script caught fails the test when the page closes."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path(), args=FLAGS)
         viewport = {"width": width, "height": height}
-        page = browser.new_page(viewport=viewport, device_scale_factor=scale)
+        sharp = 1.25 if os.environ.get(PICTURES) else 1.0
+        page = browser.new_page(viewport=viewport, device_scale_factor=sharp)
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.set_default_timeout(120 * SECONDS)
@@ -148,6 +150,6 @@ def run_all_cells(page, wanted: str) -> None:
 
 def keep_picture(where, name: str) -> None:
     """A picture of a page or an element, where WORKBENCH_SCREENSHOTS names a folder."""
-    folder = os.environ.get("WORKBENCH_SCREENSHOTS")
+    folder = os.environ.get(PICTURES)
     if folder:
         where.screenshot(path=Path(folder) / f"{name}.png")

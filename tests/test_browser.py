@@ -100,10 +100,10 @@ def test_tau_follows_keyboard_and_mouse_and_shows_what_python_computes(lab: str)
         assert readout(page) == "1.50"
         wait_until_measured(page, 1.5)
         check_against_python(page, 1.5)
+        keep_picture(page.locator(TUNER).first, "tau_tuner")
         tau = drag(page, by=120)
         wait_until_measured(page, tau)
         check_against_python(page, tau)
-        keep_picture(page.locator(TUNER).first, "tau_tuner")
         assert saved_configuration(page).tau == tau
 
 

@@ -62,7 +62,7 @@ def test_its_setting_leaves_as_a_configuration(tuner: TauTuner):
     turn(tuner, sink_tokens=64)
     assert "# Without the sink of 64 tokens" in tuner.config
     link = re.search(
-        r'download="config.yaml" href="data:application/yaml;base64,([^"]+)"', page(tuner)
+        r' download="config.yaml" href="data:application/yaml;base64,([^"]+)"', page(tuner)
     )
     assert link is not None
     assert base64.b64decode(link[1]).decode() == tuner.config

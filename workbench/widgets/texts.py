@@ -12,6 +12,7 @@ from workbench.views.table import Table
 from workbench.widgets.capture_session import CaptureSession, Measured
 
 LINE = "margin:2px 0;line-height:1.45;font-size:13px"
+LINK = "color:#1a5fb4;text-decoration:underline"
 PRE = "font-size:12px;line-height:1.35;margin:4px 0"
 ALERT = (
     "margin:4px 0;padding:6px 10px;border:1px solid #b3261e;border-left-width:5px;"
@@ -93,11 +94,11 @@ def problems(errors: Mapping[str, Exception]) -> str:
 
 def configuration(text: str) -> str:
     """A configuration to unfold and to save; the browser does both, also without a kernel."""
-    data = base64.b64encode(text.encode()).decode()
+    data = f"data:application/yaml;base64,{base64.b64encode(text.encode()).decode()}"
+    link = f'<a style="{LINK}" download="config.yaml" href="{data}">save as config.yaml</a>'
     return (
-        f'<details style="{LINE}"><summary>Configuration for a server, '
-        f'<a download="config.yaml" href="data:application/yaml;base64,{data}">save as config.yaml'
-        f'</a></summary><pre style="{PRE}">{escape(text)}</pre></details>'
+        f'<details style="{LINE}"><summary>Configuration for a server, {link}</summary>'
+        f'<pre style="{PRE}">{escape(text)}</pre></details>'
     )
 
 
