@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 
 REQUIRED_PACKAGES = (
     "torch", "triton", "numpy", "safetensors", "pydantic", "pyyaml", "matplotlib", "packaging",
-    "ipywidgets", "jupyterlab", "ipykernel", "tqdm", "typer", "rich",
+    "ipywidgets", "anywidget", "jupyterlab", "ipykernel", "tqdm", "typer", "rich",
 )  # fmt: skip
 CUTE_PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels", "flash-attn-4")
 OPTIONAL_PACKAGES = (
     *CUTE_PACKAGES,
     "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13",
-    "apache-tvm-ffi", "nvidia-cudnn-frontend", "anywidget", "nbmake", "pytest", "hypothesis",
+    "apache-tvm-ffi", "nvidia-cudnn-frontend", "nbmake", "pytest", "hypothesis",
     "playwright",
 )  # fmt: skip
 MINIMUMS: Mapping[str, str] = {
     "python": "3.11", "torch": "2.11", "triton": "3.6", "pydantic": "2", "ipywidgets": "8",
-    "jupyterlab": "4",
+    "anywidget": "0.9", "jupyterlab": "4",
 }  # fmt: skip
 
 CUTE_SET = (
