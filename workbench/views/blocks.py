@@ -86,20 +86,21 @@ def below_map(ax: Axes, handles: list[Any]) -> None:
     """A frameless legend in one row under the axis label."""
     figure = cast(Figure, ax.get_figure(root=True))
     down = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)
+    many = len(handles) > 3  # then they stand closer, so that the row ends with the map
     ax.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(-0.02, 0.0),
+        bbox_to_anchor=(-0.06 if many else -0.02, 0.0),
         bbox_transform=ax.transAxes + down,
         borderpad=0,
         ncols=max(1, len(handles)),
         frameon=False,
-        fontsize=SMALL,
+        fontsize=SMALL - many,
         labelcolor=INK,
-        handlelength=1.9,
+        handlelength=1.2 if many else 1.9,
         handleheight=1.25,
-        handletextpad=0.5,
-        columnspacing=1.2,
+        handletextpad=0.4 if many else 0.5,
+        columnspacing=0.6 if many else 1.2,
     )
 
 

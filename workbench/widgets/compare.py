@@ -120,7 +120,9 @@ class ComparePanel:
         self.figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white")
         FigureCanvasAgg(self.figure)
         edge = 3.65 / WIDTH
-        self._axes = [self.figure.add_axes((left, 0.13, edge, 0.79)) for left in (0.04, 0.37, 0.70)]
+        self._axes = [
+            self.figure.add_axes((left, 0.126, edge, 0.766)) for left in (0.04, 0.37, 0.70)
+        ]
 
     def draw(self, view: CompareView) -> bytes:
         """PNG of a view."""
