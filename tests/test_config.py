@@ -104,6 +104,39 @@ def test_a_key_given_twice_is_refused_because_one_would_be_ignored(text: str, me
         load_config(text)
 
 
+BOMB = "\n".join(
+    f"{name}: &{name} [{', '.join(9 * [item])}]"
+    for name, item in zip("abcdefg", ("x", "*a", "*b", "*c", "*d", "*e", "*f"), strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (f"{BOMB}\nattention_config: {{}}".encode(), "holds over 100,000 values"),
+        (b"a: &a [*a]\nattention_config: {}", "holds over 100,000 values"),
+        (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+        (b"a: 2026-99-99", "month must be in 1..12"),
+        (b"a: 1" + b"0" * 5000, "limit"),
+        (b"attention_config: {} # \xff", "is no text in UTF-8"),
+    ],
+)
+def test_a_file_that_would_end_the_reader_is_refused_with_its_name(
+    content: bytes, message: str, tmp_path: Path
+):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_long_value_is_cut_in_the_message():
+    with pytest.raises(ValueError, match="9999") as caught:
+        load_config(visual_gen(f"algorithm: sol_attn, dense_layers: '{'9' * 3000}'"))
+    assert len(str(caught.value)) < 4000
+
+
 def test_a_merge_may_be_overridden():
     text = "base: &base {algorithm: sol_attn, tau: 1}\nattention_config:\n"
     merged = "  sparse_attention_config: {<<: *base, tau: 2}"

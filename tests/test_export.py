@@ -213,6 +213,8 @@ NOWHERE = Deployment()
         ("vllm_omni", config(SolAttnConfig(tau=-1)), PLACE, r"tau=-1\.0: tau must be at least 0"),
         ("vllm_omni", config(CUT), NOWHERE, r"disabled_until_timestep=0\.9: it counts dense steps"),
         ("vllm_omni", config(SKIP), NOWHERE, r"threshold_scale_factor=900\.0: .*--keys"),
+        ("vllm_omni", config(SkipSoftmaxConfig(threshold_scale_factor=5e-324)), PLACE,
+         "factor=5e-324: divided by 75600 keys it is 0"),
         ("vllm_omni", config(SkipSoftmaxConfig()), PLACE, "target_sparsity=None"),
         ("vllm_omni", config(SkipSoftmaxConfig(target_sparsity=0)), PLACE, "target_sparsity=0"),
         ("vllm_omni", config(SkipSoftmaxConfig(target_sparsity=0.5, threshold_scale_factor=1)),

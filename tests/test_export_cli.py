@@ -82,10 +82,35 @@ def test_a_calibration_comes_from_a_checkpoint(tmp_path: Path):
 def test_an_older_file_is_not_overwritten(config: Path, tmp_path: Path):
     out = tmp_path / "old.yaml"
     out.write_text("mine")
-    assert isinstance(
-        run("export", config, "--to", "tensorrt_llm", "--out", out).exception, OSError
-    )
+    done = run("export", config, "--to", "tensorrt_llm", "--out", out)
+    assert isinstance(done.exception, FileExistsError)
+    assert "exists already and nothing is overwritten" in str(done.exception)
     assert out.read_text() == "mine"
+    nowhere = tmp_path / "none" / "new.yaml"
+    lost = run("export", config, "--to", "tensorrt_llm", "--out", nowhere).exception
+    assert f"out={str(nowhere)!r}: cannot be written" in str(lost)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff", "is no text in UTF-8"),
+        (b'{"a": 1, "a": 2}', "'a' is given twice"),
+        (b"{}", "no SkipSoftmax group"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "limit"),
+    ],
+)
+def test_errors_of_a_file_begin_with_its_path(tmp_path: Path, content: bytes, message: str):
+    source, bad = tmp_path / "skip.yaml", tmp_path / "bad.json"
+    source.write_text(SKIP)
+    bad.write_bytes(content)
+    told = run("export", source, "--to", "model_optimizer", "--calibration", bad).exception
+    assert str(told).startswith(f"{bad}: ")
+    assert message in str(told)
+    if content != b"{}":
+        assert str(run("import", bad, "--from", "sglang").exception).startswith(f"{bad}: ")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +121,8 @@ def test_an_older_file_is_not_overwritten(config: Path, tmp_path: Path):
         (("export", "CONFIG", "--to", "sglang", "--times", "1,a"), "--times: 'a' is no number"),
         (("export", "CONFIG", "--to", "comfyui"), "comfyui: disabled_until_timestep=0.9"),
         (("export", "CONFIG", "--calibration", "CONFIG"), "not JSON"),
+        (("export", "CONFIG", "--calibration", "none.json"), "--calibration none.json: no such"),
+        (("export", "CONFIG", "--out", "new.json"), "--out new.json: a file has one format"),
         (("import", "nothing.json", "--from", "sglang"), "nothing.json: no such file"),
         (("import", "CONFIG", "--from", "sglang"), "sglang: not JSON"),
     ],

@@ -142,6 +142,12 @@ def test_inputs_of_the_node_are_read(
     assert found == SolAttnConfig(tau=tau, dense_layers=layers)
 
 
+def test_two_ends_of_the_dense_phase_are_not_read_in_silence():
+    data = json.dumps(group(initial_disabled_steps=3, disabled_until_timestep=0.8))
+    notes = import_config(data, "model_optimizer", PLACE).notes
+    assert "disabled_until_timestep wins over initial_disabled_steps=3" in notes
+
+
 # --- what would be lost or guessed is refused
 
 
@@ -173,6 +179,17 @@ def skip(cross: str | None = "TRTLLM_ATTN", **fields: Any) -> dict[str, Any]:
         ("vllm_omni", {"default": "TRTLLM_ATTN", "per_role": {"self": "X"}}, "self='X'"),
         ("vllm_omni", {"default": {"backend": "TRTLLM_ATTN", "quant": {"dtype_qk": "float16"}}},
          "dtype_qk='float16'"),
+        ("vllm_omni", {"default": {"backend": "TRTLLM_ATTN", "quant": {"dtype_qk": ["int8"]}}},
+         r"dtype_qk=\['int8'\]"),
+        ("vllm_omni", skip("SOL_ATTN", target_sparsity=0.5), "cross='SOL_ATTN': cross-attention"),
+        ("vllm_omni", {"default": {"backend": "SOL_ATTN"}, "per_role": {"cross": ["X"]}},
+         r"cross=\['X'\]: cross-attention is dense here"),
+        ("sglang", sol(sink_tokens=False), "sink_tokens=False: .*Set 0"),
+        ("model_optimizer", {"sparse_attention_config": {"config_groups": {}, "mode": 2}},
+         "sparse_attention_config.mode=2"),
+        ("comfyui", node(int8_qk=0), "int8_qk=0: .*Set False"),
+        ("comfyui", node(min_tokens=False), "min_tokens=False: .*Set 0"),
+        ("comfyui", node(dense_blocks=["5", 0]), "connected to another node"),
         ("model_optimizer", group(target_sparsity=0.0), "target_sparsity=0: "),
         ("model_optimizer", group(algorithm="sparse_softmax"), "algorithm='sparse_softmax'"),
         ("model_optimizer", group(sparsity_n=2), "sparsity_n=2"),
@@ -223,6 +240,14 @@ def test_what_the_deployment_has_to_tell_is_asked_for(target: str, data: Any, me
         ("vllm_omni", json.dumps(skip(threshold="a")), "threshold='a': expected a number"),
         ("vllm_omni", json.dumps(skip(threshold=0.1, target_sparsity=0.5)), "give one of"),
         ("vllm_omni", json.dumps(skip(target_sparsity=1.5)), r"must be in \[0, 1\]"),
+        ("sglang", "[" * 100_000, "nested too deeply"),
+        ("sglang", json.dumps(sol(sink_start="x")), "sink_start='x': must be an integer"),
+        ("vllm_omni", json.dumps(skip(threshold=10**400)), "threshold is beyond float64"),
+        ("vllm_omni", json.dumps(skip(threshold=1)).replace("1}", "1e999}"), "beyond float64"),
+        ("model_optimizer", json.dumps(group(target_sparsity=10**400)), "expected a finite number"),
+        ("model_optimizer", json.dumps(group(initial_disabled_steps=1.7)), "steps=1.7: must be an"),
+        ("model_optimizer", json.dumps(group(initial_disabled_steps="3")), "steps='3': must be an"),
+        ("comfyui", json.dumps(node(dense_blocks="9" * 6000)), "is no block or range"),
         ("model_optimizer", "{}", "expected a mapping"),
         ("model_optimizer", json.dumps(group(target_sparsity=None)), "asks for nothing"),
         ("model_optimizer", json.dumps(group(target_sparsity={"prefill": 1})), "per-phase"),

@@ -48,7 +48,9 @@ class Gate:
         """
         metric, equals, limit = text.partition("=")
         try:
-            return cls(metric.strip(), float(limit if equals else "none"))
+            if not equals:
+                raise ValueError("there is no '='")
+            return cls(metric.strip(), float(limit))
         except ValueError as error:
             hint = f"gate {text!r}: expected METRIC=LIMIT such as psnr=30"
             raise ValueError(f"{hint} ({error})") from error

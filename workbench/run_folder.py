@@ -69,6 +69,23 @@ def whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def write_new(path: Path, text: str) -> None:
+    """Writes one file that a command was asked for.
+
+    Raises:
+        FileExistsError: it exists; an older file is somebody's. OSError: it cannot be made.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise FileExistsError(
+            f"out={str(path)!r}: exists already and nothing is overwritten; give another name"
+        ) from error
+    except OSError as error:
+        raise OSError(f"out={str(path)!r}: cannot be written ({error.strerror})") from error
+
+
 def write_results(
     folder: Path, columns: Mapping[str, str], rows: Iterable[Mapping[str, object]]
 ) -> None:

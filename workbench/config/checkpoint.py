@@ -17,12 +17,12 @@ Shape and rules as TensorRT-LLM VisualGen reads them. LLM checkpoints hold facto
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from workbench.config.fields import is_finite
 from workbench.config.formula import Formula
 
 SKIP_NAMES = ("skip_softmax", "softmax_skip")
@@ -258,6 +258,6 @@ def _share(name: str, value: object) -> float:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         raise ValueError(f"checkpoint {name}={value!r}: expected a finite number")
     return float(value)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 ALGORITHMS = ("sol_attn", "skip_softmax", "vsa")
+MAX_SHOWN = 100  # characters of a value in an error
 MAX_LAYER = 9999  # a larger number is a typing error, and a range up to it would fill the memory
 
 
@@ -20,12 +21,13 @@ def _number(value: object) -> object:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         hint = " (YAML 1.1 reads 1e-3 as text: write 1.0e-3)" if isinstance(value, str) else ""
         raise ValueError(f"expected a number, got {type(value).__name__}{hint}")
-    if value is not None and not _is_finite(value):
+    if value is not None and not is_finite(value):
         raise ValueError("must be finite")
     return value
 
 
-def _is_finite(value: int | float) -> bool:
+def is_finite(value: int | float) -> bool:
+    """Whether it is a finite float64, or an integer that is one."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond float64
@@ -110,13 +112,18 @@ def _layer_range(text: str, position: int) -> range:
     return range(first, last + 1)
 
 
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def faults(error: ValidationError) -> list[str]:
     """One line for each fault: field path, its value, what is wrong."""
     lines = []
     for fault in error.errors(include_url=False):
         # The tag of the union is part of pydantic's path, but not of the file.
         path = ".".join(str(part) for part in fault["loc"] if part not in ALGORITHMS)
-        value = "" if isinstance(fault["input"], dict | BaseModel) else f"={fault['input']!r}"
+        value = "" if isinstance(fault["input"], dict | BaseModel) else f"={_short(fault['input'])}"
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"].startswith("union_tag"):
             given = fault["input"].get("algorithm") if isinstance(fault["input"], dict) else None

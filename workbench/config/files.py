@@ -45,6 +45,7 @@ _NOT_QUANTISED = {
         "vsa replaces the dense kernel that would quantise. Drop one of them, or use skip_softmax"
     ),
 }
+MAX_VALUES = 100_000
 _PARTS = ("sparse_attention_config", "quant_attention_config")
 
 
@@ -112,19 +113,44 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(text: str, where: str) -> Any:
-    """What YAML text says.
+def read_yaml(source: str | Path, where: str) -> Any:
+    """What YAML says.
 
     Args:
-        where: names the text in an error.
+        source: a ``Path``, or the text.
+        where: names it in an error.
 
     Raises:
-        ValueError: no YAML, or a key that is given twice.
+        ValueError: no text, no YAML, a key that is given twice, a date or integer that is none,
+            or more or deeper than any configuration.
     """
     try:
-        return yaml.load(text, _UniqueKeys)
+        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+        data = yaml.load(text, _UniqueKeys)
+        _check_size(data)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: is no text in UTF-8 ({error.reason})") from error
+    except ValueError as error:  # of the constructor of a date or an integer
+        raise ValueError(f"{where}: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: is nested too deeply to be a configuration") from error
+    return data
+
+
+def _check_size(data: object) -> None:
+    """Refuses aliases that make gigabytes of a few lines, or hold themselves."""
+    count, left = 0, [data]
+    while left:
+        item = left.pop()
+        count += 1
+        if count > MAX_VALUES:
+            raise ValueError(f"holds over {MAX_VALUES:,} values, aliases written out; shorten it")
+        if isinstance(item, dict):
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
 
 
 def load_config(source: str | Path) -> VisualGenConfig:
@@ -142,8 +168,7 @@ def load_config(source: str | Path) -> VisualGenConfig:
         raise FileNotFoundError(
             f"{where}: no such configuration file; give the path of a YAML file"
         )
-    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
-    data = read_yaml(text, where)
+    data = read_yaml(source, where)
     if not isinstance(data, dict) or "attention_config" not in data:
         have = f", found {', '.join(map(str, data))}" if isinstance(data, dict) and data else ""
         raise ValueError(f"{where}: expected a mapping with the key attention_config{have}")

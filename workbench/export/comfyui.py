@@ -24,6 +24,7 @@ from workbench.export.documents import (
     mapping,
     number_of,
     read_json,
+    same,
     sparse_of,
     write_json,
 )
@@ -84,7 +85,7 @@ def read(text: str, place: Deployment) -> Imported:
     inputs = mapping(data.get("inputs"), NAME, "inputs")
     check_fields(inputs, (*_FREE, *FIXED, *_NEUTRAL), NAME, "inputs.")
     _check_fixed(inputs)
-    dense = str(inputs.get("dense_blocks", ""))
+    dense = _text(inputs, "dense_blocks")
     sparse = {
         "algorithm": "sol_attn",
         "tau": _tau(inputs, place),
@@ -112,17 +113,14 @@ def _check_fixed(inputs: dict[str, Any]) -> None:
         if name not in inputs:
             why = "the node's default computes something else"
             raise NotExpressible(NAME, f"inputs.{name} is missing", why, f"Set {value!r}")
-        if inputs[name] != value:
+        if not same(inputs[name], value):
             why = "a configuration here has no field for it"
             raise NotExpressible(NAME, f"inputs.{name}={inputs[name]!r}", why, f"Set {value!r}")
 
 
 def _tau(inputs: dict[str, Any], place: Deployment) -> float:
     """The one tau that profile and slider give all blocks."""
-    profile = inputs.get("tau_profile", "")
-    if not isinstance(profile, str):
-        why = "it is connected to another node"
-        raise NotExpressible(NAME, f"inputs.tau_profile={profile!r}", why, "Put its text here")
+    profile = _text(inputs, "tau_profile")
     if not profile.strip():
         return number_of(inputs.get("tau"), NAME, "inputs.tau")
     layers = 1 if _EVERY_BLOCK.fullmatch(profile) else place.layers
@@ -138,6 +136,14 @@ def _tau(inputs: dict[str, Any], place: Deployment) -> float:
         why = "a configuration here has one tau for all blocks"
         raise NotExpressible(NAME, field, why, "Use one tau")
     return levels.pop()
+
+
+def _text(inputs: dict[str, Any], name: str) -> str:
+    text = inputs.get(name, "")
+    if not isinstance(text, str):
+        why = "it is no text but, if a list, connected to another node"
+        raise NotExpressible(NAME, f"inputs.{name}={text!r}", why, "Put its text here")
+    return text
 
 
 def _layers(dense: str, place: Deployment) -> int:

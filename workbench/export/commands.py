@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from workbench.config import VisualGenConfig, dump_config, load_config
 from workbench.config.checkpoint import SkipCalibration, read_calibration
 from workbench.export.deployment import Deployment
+from workbench.export.documents import read_json
 from workbench.export.outcome import NotExpressible
 from workbench.export.targets import TARGETS, export_all, export_config, import_config
+from workbench.run_folder import write_new
 from workbench.views.table import Table
 
 
@@ -22,6 +24,8 @@ def export_file(config: Path, target: str | None, place: Deployment, out: Path |
         FileExistsError: the output exists. ValueError: not a configuration, or not expressible.
     """
     source = load_config(config)
+    if target is None and out is not None:
+        raise ValueError(f"--out {out}: a file has one format; name it with --to")
     if target is None:
         sys.stdout.write(f"{targets_table(source, place)!r}\n")
         return
@@ -38,7 +42,8 @@ def import_file(source: Path, target: str, place: Deployment, out: Path | None) 
     """
     if not source.is_file():
         raise FileNotFoundError(f"{source}: no such file; give the path of a {target} file")
-    made = import_config(source.read_text(encoding="utf-8"), target, place)
+    with _named(source):
+        made = import_config(source.read_text(encoding="utf-8"), target, place)
     _deliver(dump_config(made.config), out, made.notes)
 
 
@@ -82,21 +87,33 @@ def _time(text: str) -> float:
 
 
 def _calibration(path: Path) -> SkipCalibration:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    found = read_calibration(checkpoint_config=data)
-    if found is None:
-        raise ValueError(f"{path}: no SkipSoftmax group; give a calibrated component's config.json")
+    hint = "give a calibrated component's config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"--calibration {path}: no such file; {hint}")
+    with _named(path):
+        data = read_json(path.read_text(encoding="utf-8"), "calibration")
+        found = read_calibration(checkpoint_config=data)
+        if found is None:
+            raise ValueError(f"no SkipSoftmax group; {hint}")
     return found
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of what a file holds, every line with its path."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no text in UTF-8 ({error.reason})") from error
+    except ValueError as error:
+        lines = str(error).splitlines()
+        raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
 def _deliver(text: str, out: Path | None, notes: Sequence[str]) -> None:
     if out is None:
         sys.stdout.write(text)
     else:
-        with out.open("x", encoding="utf-8") as file:  # an older file is somebody's
-            file.write(text)
+        write_new(out, text)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from workbench.config import AttentionConfig, SparseConfig, VisualGenConfig, faults
+from workbench.config.fields import is_finite
 from workbench.export.outcome import NotExpressible
 
 
@@ -34,6 +35,8 @@ def read_json(text: str, target: str) -> dict[str, Any]:
         data = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"{target}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{target}: is nested too deeply to be one of its files") from error
     return mapping(data, target, "the file")
 
 
@@ -81,14 +84,21 @@ def steps_of(value: object, target: str, field: str) -> int:
 
 
 def number_of(value: object, target: str, field: str) -> float:
-    """A finite number (JSON has no others).
+    """A finite number.
 
     Raises:
-        ValueError: text, a bool, null or a container.
+        ValueError: text, a bool, null, a container, or beyond float64 (JSON's 1e999, too).
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{target}: {field}={value!r}: expected a number")
+    if not is_finite(value):
+        raise ValueError(f"{target}: {field} is beyond float64: must be finite")
     return float(value)
+
+
+def same(value: object, wanted: object) -> bool:
+    """Equal, where a bool is no number: ``False`` is not 0."""
+    return isinstance(value, bool) == isinstance(wanted, bool) and value == wanted
 
 
 def layers_text(layers: Sequence[int]) -> str:

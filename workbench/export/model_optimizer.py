@@ -26,12 +26,14 @@ from workbench.export.documents import (
     read_json,
     refuse_target_0,
     sparse_of,
+    steps_of,
     write_json,
 )
 from workbench.export.outcome import Exported, Imported, NotExpressible
 
 NAME = "model_optimizer"
 SECTION, GROUPS = "sparse_attention_config", "config_groups"
+_SECTION = (GROUPS, "ignore", "producer")
 _ALGORITHM = ("algorithm", "sparse_algo")
 _FIELDS = (
     *_ALGORITHM,
@@ -82,8 +84,14 @@ def read(text: str, place: Deployment) -> Imported:
         "target_sparsity": target,
         "disabled_until_timestep": _cutoff(calibration, place),
     }
-    note = "the formula stays in the checkpoint; load it with the model, or give --calibration"
-    return Imported(configuration(NAME, sparse), (note,))
+    notes = [
+        "the formula and what it ignores stay in the checkpoint; load it with the model, or give "
+        "--calibration"
+    ]
+    if calibration.initial_disabled_steps and calibration.disabled_until_timestep is not None:
+        steps = calibration.initial_disabled_steps
+        notes.append(f"disabled_until_timestep wins over initial_disabled_steps={steps!r}")
+    return Imported(configuration(NAME, sparse), tuple(notes))
 
 
 def _target(sparse: SkipSoftmaxConfig) -> float:
@@ -124,14 +132,17 @@ def _factor(calibration: SkipCalibration, target: float) -> float:
 
 def _cutoff(calibration: SkipCalibration, place: Deployment) -> float | None:
     steps = calibration.initial_disabled_steps
+    if steps is not None:
+        steps = steps_of(steps, NAME, "initial_disabled_steps")
     if calibration.disabled_until_timestep is None and steps and place.times is not None:
-        return place.cutoff(int(steps), NAME)
+        return place.cutoff(steps, NAME)
     return calibration.cutoff()
 
 
 def _check_group(data: Mapping[str, Any]) -> None:
     """Refuses what a group says and a configuration with its calibration cannot."""
     section = mapping(data.get(SECTION), NAME, SECTION)
+    check_fields(section, _SECTION, NAME, f"{SECTION}.")
     groups = mapping(section.get(GROUPS), NAME, f"{SECTION}.{GROUPS}")
     for name, group in groups.items():
         fields = mapping(group, NAME, f"{GROUPS}.{name}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.config import SolAttnConfig
 from workbench.export.deployment import Deployment
-from workbench.export.documents import check_fields, layers_text, steps_of
+from workbench.export.documents import check_fields, layers_text, same, steps_of
 from workbench.export.outcome import NotExpressible
 
 DEFAULTS: dict[str, Any] = {
@@ -54,7 +54,9 @@ def read_sol(
     """
     check_fields(given, tuple(DEFAULTS), target, where)
     data = {**DEFAULTS, **given}
-    if data["sink_tokens"] != 0:
+    if not same(data["sink_start"], None):  # where a sink of no tokens would begin
+        steps_of(data["sink_start"], target, f"{where}sink_start")
+    if not same(data["sink_tokens"], 0):
         why = "a configuration here has no sink, which would be lost"
         raise NotExpressible(target, f"{where}sink_tokens={data['sink_tokens']!r}", why, "Set 0")
     if data["kv_splits"] not in ("auto", None):

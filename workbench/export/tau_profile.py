@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from workbench.export.documents import layers_text
 
-_BLOCKS = re.compile(r"(-?\d+)(?:-(-?\d+))?")
+_BLOCKS = re.compile(r"(-?\d{1,9})(?:-(-?\d{1,9}))?")
 EVERY_BLOCK = "0--1"  # from the first to the last, whatever their number
 
 

@@ -113,7 +113,7 @@ def _skip(sparse: SkipSoftmaxConfig, place: Deployment) -> dict[str, float]:
     if factor is not None and target is not None:
         why = "the factor and a target exclude each other, and here the factor wins"
         raise NotExpressible(NAME, f"target_sparsity={target!r}", why, "Remove it")
-    fields = {} if factor is None else {"threshold": factor / _keys(factor, place)}
+    fields = {} if factor is None else {"threshold": _threshold(factor, place)}
     if factor is None:
         fields["target_sparsity"] = _target(target)
     if sparse.disabled_until_timestep is not None:
@@ -121,12 +121,17 @@ def _skip(sparse: SkipSoftmaxConfig, place: Deployment) -> dict[str, float]:
     return fields
 
 
-def _keys(factor: float, place: Deployment) -> int:
+def _threshold(factor: float, place: Deployment) -> float:
+    field = f"threshold_scale_factor={factor!r}"
     if place.keys is None:
         why = "it takes lambda = factor / keys, which depends on the length"
         fix = "Give the number of keys of a call (--keys)"
-        raise NotExpressible(NAME, f"threshold_scale_factor={factor!r}", why, fix)
-    return place.keys
+        raise NotExpressible(NAME, field, why, fix)
+    threshold = factor / place.keys
+    if factor and not threshold:
+        why = f"divided by {place.keys} keys it is 0 in float64, which switches skipping off"
+        raise NotExpressible(NAME, field, why, "Write 0, or a larger factor")
+    return threshold
 
 
 def _target(target: float | None) -> float:
@@ -154,13 +159,19 @@ def _quant(quant: QuantAttentionConfig) -> dict[str, Any]:
 
 
 def _dense_cross(roles: dict[str, Any]) -> bool:
-    """Whether cross-attention has its own dense entry; any other role is refused."""
+    """Whether cross-attention has its own dense entry; any other role or backend is refused."""
     check_fields(roles, ("cross",), NAME, "per_role.")
     entry = roles.get("cross")
+    if entry is None:
+        return False
     if isinstance(entry, dict):
         check_fields(entry, ("backend",), NAME, "per_role.cross.")
         entry = entry.get("backend")
-    return entry in DENSE.values()
+    if not isinstance(entry, str) or entry.upper() not in DENSE.values():
+        why = "cross-attention is dense here"
+        fix = f"Name one of {', '.join(DENSE.values())}, or drop the entry"
+        raise NotExpressible(NAME, f"per_role.cross={entry!r}", why, fix)
+    return True
 
 
 def _read_skip(spec: dict[str, Any], place: Deployment, crossed: bool) -> dict[str, Any] | None:
@@ -209,7 +220,7 @@ def _read_quant(spec: dict[str, Any]) -> dict[str, Any] | None:
     check_fields(data, _QUANT, NAME, "default.quant.")
     ours = {theirs: name for name, theirs in QK_DTYPES.items()}
     dtype = data.get("dtype_qk")
-    if dtype not in ours:
+    if not isinstance(dtype, str) or dtype not in ours:
         field = f"default.quant.dtype_qk={dtype!r}"
         raise NotExpressible(NAME, field, f"read are {', '.join(ours)}", "Name one of them")
     return {

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from workbench import views
 from workbench.config import dump_config
 from workbench.pareto import Gate, Point, choose
+from workbench.run_folder import write_new
 from workbench.sweep.front import COSTS, configuration, front_table, points
 from workbench.sweep.table import SweepTable, load
 
@@ -40,8 +41,7 @@ def show_front(
     if config is not None:
         best = choose(found, metric)
         text = config_text(table, best, gates, metric, cost)
-        with config.open("x", encoding="utf-8") as file:  # an older file is somebody's
-            file.write(text)
+        write_new(config, text)
         sys.stdout.write(f"{config}: {best.name}\n")
 
 

@@ -143,7 +143,7 @@ def load_plan(path: Path) -> Plan:
     """
     if not path.is_file():
         raise FileNotFoundError(f"plan={str(path)!r}: no such file; give the path of a YAML file")
-    data = read_yaml(path.read_text(encoding="utf-8"), f"plan={str(path)!r}")
+    data = read_yaml(path, f"plan={str(path)!r}")
     if not isinstance(data, dict):
         raise ValueError(
             f"plan={str(path)!r}: expected a mapping with name, base and grid or cases"
