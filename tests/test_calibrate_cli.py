@@ -22,6 +22,7 @@ from workbench.calibrate.session import fit_report
 from workbench.calibrate.setting import Form, Setting
 from workbench.calibrate.text import missed_lines
 from workbench.config import SolAttnConfig, load_config
+from workbench.export import export_config
 from workbench.models import save_model
 
 SIZE = ["--grid", "3,8,25", "--steps", "3", "--labels", "ring"]
@@ -74,6 +75,7 @@ def test_solve_writes_a_run_folder_that_says_requested_and_delivered(
     setting = Setting.from_json(json.loads((folder / "setting.json").read_text()))
     config = load_config(folder / "config.yaml").attention_config.sparse_attention_config
     assert config == SolAttnConfig(tau=setting.value(0, 0.5))
+    assert export_config(load_config(folder / "config.yaml"), "tensorrt_llm").text
     rows = list(csv.DictReader((folder / "results.csv").open()))
     assert len(rows) == 2 * 3 * 2  # layers, steps, heads of the first held-out video
     assert set(rows[0]) == set(COLUMNS)
@@ -81,6 +83,9 @@ def test_solve_writes_a_run_folder_that_says_requested_and_delivered(
     record = json.loads((folder / "provenance.json").read_text())
     assert record["target"] == {"quantity": "density", "value": 0.5}
     assert record["inputs"]["calibration"]["sha256"]
+    assert record["ran"] == {"device": "cpu", "calls": {"sol_attn: eager": 2 * 2 * 3}}
+    assert any(text.startswith("triton: q is on cpu") for text in record["fallbacks"])
+    assert "ran: sol_attn: eager (12 calls)" in done.output
     assert matplotlib.image.imread(folder / "overview.png").std() > 0.05
 
 
@@ -128,6 +133,12 @@ def test_what_solve_cannot_do_is_an_error_and_writes_nothing(
 def test_other_weights_are_noticed(made: dict[str, Path], tmp_path: Path):
     done = invoke("solve", made["sol_attn"], "--target-density", "0.5", "--out", tmp_path / "run")
     assert "was made with other weights" in str(done.exception)
+
+
+def test_a_place_that_takes_no_file_is_refused_before_anything_is_sampled():
+    done = invoke("calibrate", "--out", "/proc/none/a.safetensors", "--device", "cpu", *SIZE)
+    assert "nothing can be written in /proc" in str(done.exception)
+    assert "heads" not in done.output
 
 
 def test_calibrate_overwrites_nothing_and_tries_no_fit_that_is_not_there(made: dict[str, Path]):

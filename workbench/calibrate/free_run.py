@@ -8,7 +8,9 @@ be repeated with the drift taken off.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -99,11 +101,15 @@ class Delivery:
         density: float64 ``[videos, layers, steps]``, mean over batch and heads of each call.
         setting: what ran.
         samples: the videos.
+        calls: how many each algorithm and implementation served, such as ``sol_attn: eager``.
+        fallbacks: why faster implementations did not run.
     """
 
     density: Tensor
     setting: Setting
     samples: Samples
+    calls: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def groups(self) -> Tensor:
@@ -142,16 +148,18 @@ def deliver(
         impl: implementation of the sparse calls.
         tick: called when a video begins.
     """
-    rows: list[list[float]] = []
+    records: list[CallRecord] = []
     for index, (label, seed) in enumerate(samples.videos):
         tick(f"{label}, seed {seed}")
         attention = ScheduledAttention(setting, model.config.depth, impl=impl)
         samples.run(model, index, attention)
-        rows.append([record.density for record in attention.records])
+        records += attention.records
     # The model walks its layers within each step.
-    shape = (len(rows), samples.steps, model.config.depth)
-    density = torch.tensor(rows, dtype=torch.float64).reshape(shape).transpose(1, 2)
-    return Delivery(density, setting, samples)
+    shape = (len(samples.videos), samples.steps, model.config.depth)
+    found = torch.tensor([record.density for record in records], dtype=torch.float64)
+    calls = Counter(f"{record.algorithm}: {record.impl}" for record in records)
+    fallbacks = dict.fromkeys(reason for record in records for reason in record.reasons)
+    return Delivery(found.reshape(shape).transpose(1, 2), setting, samples, calls, tuple(fallbacks))
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ def server_config(setting: Setting, keys: int) -> VisualGenConfig | None:
     if setting.form.by != "global" or setting.form.shape != "constant":
         return None
     sparse = sparse_config(setting, setting.value(0, 0.0), keys)
-    return VisualGenConfig(attention_config=AttentionConfig(sparse_attention_config=sparse))
+    # Without a backend the server's default kernels would be dense; this one has both algorithms.
+    attention = AttentionConfig(backend="CUTEDSL", sparse_attention_config=sparse)
+    return VisualGenConfig(attention_config=attention)
 
 
 def overview(delivery: Delivery, probes: Probes) -> Figure:

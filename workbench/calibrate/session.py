@@ -58,8 +58,7 @@ def calibrate_file(
     Raises:
         FileExistsError, FileNotFoundError, ValueError, TypeError: nothing is sampled then.
     """
-    if out.exists():
-        raise FileExistsError(f"out={str(out)!r}: exists already; give another --out")
+    check_new(out)
     other = None if hold_out is None else open_calibration(hold_out)
     if other is not None and "skip_softmax" not in (algorithm, other.algorithm):
         raise ValueError(f"hold_out={str(hold_out)!r}: the fit is skip_softmax's; leave it out")
@@ -171,7 +170,8 @@ def solve_file(
     """
     check_new(out or default_folder("solve"))
     calibration = open_calibration(path)
-    model = load_model(weights, device=choose_device(device))
+    place = choose_device(device)
+    model = load_model(weights, device=place)
     _check_model(model, calibration, path)
     fresh = replace(calibration.samples, seeds=tuple(held_out))
     solved = solve(model, calibration, target, form, fresh, impl=impl)
@@ -185,7 +185,13 @@ def solve_file(
         solved.probes,
         folder,
         summary=screen.export_text(clear=False),
-        record={**record, "target": vars(target), "calibrated": calibration.record},
+        record={
+            **record,
+            "target": vars(target),
+            "ran": {"device": str(place), "calls": dict(solved.held_out.calls)},
+            "fallbacks": list(solved.held_out.fallbacks),
+            "calibrated": calibration.record,
+        },
     )
     screen.print(f"Run folder: {folder}", style="bold", soft_wrap=True, highlight=False)
     return folder
@@ -212,7 +218,8 @@ def _show(solved: Solved, screen: Console) -> None:
     )
     lines = text.steps_lines(solved.setting.form, samples.times)
     lines += text.missed_lines(solved.delivered, target.quantity, target.value)
-    for line in (*lines, *text.delivery_lines(solved.held_out, wanted)):
+    lines += text.delivery_lines(solved.held_out, wanted)
+    for line in (*lines, *text.ran_lines(solved.held_out)):
         screen.print(line, soft_wrap=True, highlight=False)
     screen.print(text.worst_table(solved.probes))
     screen.print(text.probe_line(solved.probes), soft_wrap=True, highlight=False)

@@ -134,6 +134,12 @@ def delivery_lines(delivery: Delivery, requested: float | None) -> list[str]:
     ]
 
 
+def ran_lines(delivery: Delivery) -> list[str]:
+    """Which implementation served the held-out videos, and why none that is faster."""
+    calls = ", ".join(f"{name} ({count} calls)" for name, count in delivery.calls.items())
+    return [f"ran: {calls}", *(f"not {reason}" for reason in delivery.fallbacks)]
+
+
 def worst_table(probes: Probes) -> Table:
     """The heads with the largest error, and how much of the attention mass they kept."""
     table = plain_table("Worst heads of real calls on dense inputs (errors do not compound)")
