@@ -54,10 +54,10 @@ def in_float64(problem):
     return replace(problem, tail=tail, **wide)
 
 
-def assert_follows_reference(problem):
+def assert_follows_reference(problem, config=None):
     """Error at most twice that of plain PyTorch at the inputs' dtype, plus one rounding."""
     assert kernels.obstacles(problem) == []
-    result = launch.run(problem)
+    result = launch.run(problem, config)
     truth = reference.run(in_float64(problem))
     assert torch.isfinite(truth.out).all()
     plain = plain_error(problem, truth)
@@ -108,6 +108,57 @@ def test_the_planted_tiles_are_dropped_and_no_other(tile):
     result, truth = assert_follows_reference(problem)
     assert torch.equal(result.skipped.dense(), weak.expand(*result.skipped.shape))
     assert result.skipped == truth.skipped
+
+
+ADAPTIVE = {
+    64: launch.Config(rows=64, columns=64, warps=4, stages=3, adaptive=True),
+    128: launch.Config(rows=128, columns=128, warps=8, stages=1, adaptive=True),
+}
+# Dropped tiles by place, in more tiles than the first chunk has: the walk changes or does not.
+PLACES = {
+    "none": lambda n: n < 0,
+    "few": lambda n: n % 4 == 3,
+    "many": lambda n: n % 4 > 0,
+    "few, then many": lambda n: (n > 18) & (n != 20),
+    "many, then few": lambda n: (n > 0) & (n < 14),
+}
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("tile", ADAPTIVE)
+def test_the_adaptive_walk_drops_the_planted_tiles_and_no_other(tile, places):
+    q, k, v = make_inputs(22 * tile - 5, heads=1)
+    q = q[:, : 2 * tile - 5]
+    weak = PLACES[places](torch.arange(22, device=DEVICE))
+    factor = torch.where(weak, 0.01, 6.0).repeat_interleave(tile)[: k.shape[1]]
+    k = (k.float() * factor[:, None, None]).to(k.dtype)
+    problem = make_problem(
+        q, k, v, skip_threshold=0.05, skip_tile=(tile, tile), scale=0.2, want_trace=True
+    )
+    result, truth = assert_follows_reference(problem, ADAPTIVE[tile])
+    assert torch.equal(result.skipped.dense(), weak.expand(*result.skipped.shape))
+    assert result.skipped == truth.skipped
+
+
+@pytest.mark.parametrize("case", ["route", "causal", "zero", "shorter than a chunk"])
+def test_the_adaptive_walk_drops_what_the_branching_one_drops(case):
+    q, k, v = make_inputs(300 if case == "shorter than a chunk" else 1300, heads=1)
+    q = q if case == "causal" else q[:, :150]
+    settings = {"skip_threshold": 0.0 if case == "zero" else 0.3, "skip_tile": (64, 64)}
+    if case == "route":
+        settings["route"] = random_route(q, k, density=0.9)
+        settings["tail"] = BlockSummary.of(k, v)
+    q, k = q * 2, k * torch.linspace(2, 0.5, k.shape[1], device=DEVICE)[:, None, None].to(DTYPE)
+    problem = make_problem(q, k, v, causal=case == "causal", want_trace=True, **settings)
+    result, _ = assert_follows_reference(problem, ADAPTIVE[64])
+    plain = launch.run(problem, replace(ADAPTIVE[64], adaptive=False))
+    assert result.skipped == plain.skipped
+    assert (result.skipped.density() > 0) == (case != "zero")
+
+
+def test_an_adaptive_vote_takes_16_rows_for_every_warp():
+    with pytest.raises(ValueError, match="16 rows for every warp"):
+        launch.Config(rows=128, columns=64, warps=4, stages=3, adaptive=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 65, 129])

@@ -11,7 +11,8 @@ past the sequence. Three walks share one body, so that flags that are off cost n
   masked  the ragged last tile, the diagonal of a causal call, padded blocks.
 The maximum m is kept in raw units (q . k); the scale enters inside exp2 only. The skip vote looks
 at (tile max - m) before the tile is folded in; V of a tile is fetched once the vote has kept it, so
-that a dropped tile costs K and its QK^T and nothing else.
+that a dropped tile costs K and its QK^T and nothing else. Where little is dropped that branch is
+dear; :mod:`blockattn.impl.triton.adaptive` takes it only once it pays.
 Where Q lives on Hopper. Loaded through a pointer it stays in shared memory, where the matrix unit
 reads it, which is faster for 128 x 128 tiles than from registers, where a descriptor's load ends.
 With a vote it must not be in registers: ptxas 12.8 gave Q and P the same ones across the branch, so
@@ -25,132 +26,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from blockattn.impl.triton.adaptive import _walk_adaptive
+from blockattn.impl.triton.walk import _rows, _tail, _walk
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _rows(
-    x, stride_b, stride_t, stride_h, batch, head, start, tokens,
-    COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BOUNDED: tl.constexpr,
-):  # fmt: skip
-    """Rows ``[COUNT, D]`` of x ``[B, T, H, D]`` from ``start`` on, zeros past the sequence."""
-    if TMA:
-        return tl.reshape(x.load([batch, start, head, 0]), [COUNT, D])
-    else:
-        row = start + tl.arange(0, COUNT)
-        base = x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-        pointers = base + row.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
-        if BOUNDED:
-            return tl.load(pointers, mask=(row < tokens)[:, None], other=0.0)
-        else:
-            return tl.load(pointers)
-
-
-@triton.jit
-def _fold(s, v, weight, acc, m, l, unit, SAFE: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Online softmax update of (acc, m, l) by raw scores s ``[ROWS, N]`` and values ``[N, D]``."""
-    top = tl.maximum(m, tl.max(s, axis=1))
-    # Only a row that has seen no key yet can be at -inf, and only where something is masked.
-    base = tl.where(top == -float("inf"), 0.0, top) if SAFE else top
-    p = tl.exp2(s * unit - (base * unit)[:, None])
-    shrink = tl.exp2((m - base) * unit)
-    if WEIGHTED:
-        l = l * shrink + tl.sum(p * weight[None, :], axis=1)
-    else:
-        l = l * shrink + tl.sum(p, axis=1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-    return acc, top, l
-
-
-@triton.jit
-def _walk(
-    acc, m, l, q, k_src, v_src, list_ptr, lo, hi, lengths_ptr, drop_ptr,
-    k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    batch, key_head, row, queries, keys, unit, limit,
-    COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, ROUTED: tl.constexpr,
-    MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, SKIP: tl.constexpr,
-    SAFE: tl.constexpr, HOPPER: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Folds key tiles ``lo .. hi`` (of the list, or of the range) into the softmax state."""
-    following = tl.load(list_ptr + lo, mask=lo < hi, other=0) if ROUTED else lo
-    for n in tl.range(lo, hi, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        # The list is read one step ahead, so that the loads it steers can be pipelined.
-        tile = following
-        following = tl.load(list_ptr + tl.minimum(n + 1, hi - 1)) if ROUTED else n + 1
-        start = tile * COLUMNS
-        k = _rows(
-            k_src, k_stride_b, k_stride_t, k_stride_h, batch, key_head, start, keys,
-            COLUMNS, D, TMA, MASKED,
-        )  # fmt: skip
-        if not SKIP:
-            v = _rows(
-                v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,
-                COLUMNS, D, TMA, MASKED,
-            )  # fmt: skip
-        s = tl.dot(q, tl.trans(k))
-        column = tl.arange(0, COLUMNS)
-        valid = start + column < keys
-        if LENGTHS:
-            valid = valid & (column < tl.load(lengths_ptr + tile))
-        if MASKED:
-            s = tl.where(valid[None, :], s, -float("inf"))
-            if CAUSAL:
-                s = tl.where((start + column)[None, :] <= row[:, None], s, -float("inf"))
-        if SKIP:
-            top = tl.max(s, axis=1)
-            gap = tl.where(top == -float("inf"), top, (top - m) * unit)
-            # Counting the rows that object keeps a NaN row's tile, as it should.
-            objects = ((row < queries) & ((gap < limit) == 0)).to(tl.int32)
-            if HOPPER:  # one exchange between warps instead of two
-                objections = tl.sum(objects, axis=0)
-            else:  # Triton 3.6 does not build the line above for 10.x
-                objections = tl.sum(objects)
-            if objections > 0:
-                v = _rows(
-                    v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,
-                    COLUMNS, D, TMA, MASKED,
-                )  # fmt: skip
-                if LENGTHS:
-                    v = tl.where(valid[:, None], v, 0.0)
-                acc, m, l = _fold(s, v, None, acc, m, l, unit, SAFE, False)
-            else:
-                tl.store(drop_ptr + tile, 1)
-        else:
-            if LENGTHS:  # padding may hold anything, and 0 * NaN is NaN
-                v = tl.where(valid[:, None], v, 0.0)
-            acc, m, l = _fold(s, v, None, acc, m, l, unit, SAFE, False)
-    return acc, m, l
-
-
-@triton.jit
-def _tail(
-    acc, m, l, q, k_mean, v_sum, length_ptr, words_ptr, lo, hi,
-    batch, key_head, key_heads, blocks, unit,
-    COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, LENGTHS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Folds in the summaries of the blocks that the row's route words leave out."""
-    stride_t = key_heads * D
-    stride_b = blocks.to(tl.int64) * stride_t
-    for n in tl.range(lo, hi, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        start = n * COLUMNS
-        k = _rows(
-            k_mean, stride_b, stride_t, D, batch, key_head, start, blocks, COLUMNS, D, TMA, True
-        )
-        v = _rows(
-            v_sum, stride_b, stride_t, D, batch, key_head, start, blocks, COLUMNS, D, TMA, True
-        )
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < blocks
-        word = tl.load(words_ptr + column // 32, mask=inside, other=-1)
-        length = tl.load(length_ptr + column, mask=inside, other=0)
-        absent = (((word >> (column % 32)) & 1) == 0) & (length > 0) & inside
-        if LENGTHS:
-            v = tl.where(absent[:, None], v, 0.0)  # summaries of padding may hold anything
-        s = tl.where(absent[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
-        acc, m, l = _fold(s, v, length.to(tl.float32), acc, m, l, unit, True, True)
-    return acc, m, l
 
 
 @triton.jit
@@ -166,7 +46,7 @@ def attention(
     CAUSAL: tl.constexpr, SKIP: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
     RAGGED: tl.constexpr,
     SCALE_PTR: tl.constexpr, SCALE_OUTPUT_PTR: tl.constexpr, HOPPER: tl.constexpr,
-    STAGES: tl.constexpr,
+    ADAPTIVE: tl.constexpr, BARRIER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The kernel of the plan above; :mod:`blockattn.impl.triton.launch` calls it."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -222,12 +102,20 @@ def attention(
         whole = tl.where((hi > lo) & (last == key_tiles - 1), hi - 1, hi)
     drop = drop_ptr + line * key_tiles
     if not LENGTHS and not (ROUTED and CAUSAL):
-        acc, m, l = _walk(
-            acc, m, l, q, k_src, v_src, list_ptr, lo, whole, length_ptr, drop,
-            k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-            batch, key_head, row, queries, keys, unit, limit,
-            COLUMNS, D, TMA, ROUTED, False, False, False, SKIP, False, HOPPER, STAGES,
-        )  # fmt: skip
+        if ADAPTIVE:
+            acc, m, l = _walk_adaptive(
+                acc, m, l, q, k_src, v_src, list_ptr, lo, whole, drop,
+                k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+                batch, key_head, row, queries, keys, unit, limit,
+                COLUMNS, D, TMA, ROUTED, HOPPER, BARRIER, STAGES,
+            )  # fmt: skip
+        else:
+            acc, m, l = _walk(
+                acc, m, l, q, k_src, v_src, list_ptr, lo, whole, length_ptr, drop,
+                k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+                batch, key_head, row, queries, keys, unit, limit,
+                COLUMNS, D, TMA, ROUTED, False, False, False, SKIP, False, HOPPER, STAGES,
+            )  # fmt: skip
     if LENGTHS or CAUSAL or RAGGED:
         acc, m, l = _walk(
             acc, m, l, q, k_src, v_src, list_ptr, whole, hi, length_ptr, drop,

@@ -62,11 +62,12 @@ def compile_attention(
     head_dim: int = 128,
     element: str = "bf16",
     skip_tile: tuple[int, int] = (64, 64),
+    config: launch.Config | None = None,
     **flags: bool,
 ) -> Resources:
     """One variant of the attention kernel; ``flags`` are its upper-case switches, default off."""
     plain = not any(flags.get(name) for name in ("ROUTED", "SKIP", "LENGTHS"))
-    config = launch.configuration(
+    config = config or launch.configuration(
         divmod(capability, 10),
         plain=plain,
         routed=flags.get("ROUTED", False),
@@ -81,7 +82,8 @@ def compile_attention(
     constants = dict.fromkeys(_switches(attention.attention), False) | flags
     constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "D": head_dim}
     constants |= {"TMA": descriptors, "QUERY_TMA": query, "STAGES": config.stages}
-    constants["HOPPER"] = capability // 10 == 9
+    constants["HOPPER"] = constants["BARRIER"] = capability // 10 == 9
+    constants["ADAPTIVE"] = config.adaptive
     tiles = {"q_src": config.rows, "k_src": config.columns, "v_src": config.columns}
 
     def source(name: str) -> str:
@@ -230,6 +232,7 @@ def _resources(built: Any) -> Resources:
     kinds |= {"scaled": "block_scale", "fp8 unit": "kind::f8f6f4"}
     kinds |= {"e4m3": "cvt.rn.satfinite.e4m3x2.f32", "e2m1": "cvt.rn.satfinite.e2m1x2.f32"}
     kinds |= {"division": "div.rn.f32", "flush": ".ftz", "reciprocal": "rcp.approx.ftz"}
+    kinds |= {"vote": "bar.red.or"}
     kinds |= {"approximate division": "div.full", "fused": "fma.rn", "wide load": "ld.global.v4"}
     counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}
     return Resources(

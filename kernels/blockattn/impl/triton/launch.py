@@ -26,6 +26,7 @@ class Config:
         rows, columns: queries and keys of a tile.
         warps, stages: of a program; tiles in flight.
         registers: limit per thread, so that more programs share a processor; None leaves it.
+        adaptive: a skip vote branches only once many tiles are dropped.
     """
 
     rows: int
@@ -33,6 +34,14 @@ class Config:
     warps: int
     stages: int
     registers: int | None = None
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        if self.adaptive and self.rows != 16 * self.warps:
+            raise ValueError(
+                f"adaptive: rows={self.rows} with warps={self.warps}, but the vote takes 16 rows "
+                "for every warp"
+            )
 
     @property
     def options(self) -> dict[str, int]:
@@ -150,6 +159,7 @@ def _launch(
     limit = -math.inf
     if problem.skip_threshold:
         limit = math.log2(problem.skip_threshold)
+    hopper = capability_of(out.device)[0] == 9
     kernel: Any = kernels.attention
     kernel[(tiles, heads, batch * splits)](
         _source(problem.q, config.rows, query_tma), _source(problem.k, config.columns, tma),
@@ -172,7 +182,8 @@ def _launch(
         RAGGED=keys % config.columns != 0,
         SCALE_PTR=isinstance(problem.scale, Tensor),
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor),
-        HOPPER=capability_of(out.device)[0] == 9, STAGES=config.stages, **config.options,
+        HOPPER=hopper, ADAPTIVE=config.adaptive and problem.skip_threshold is not None,
+        BARRIER=hopper and out.is_cuda, STAGES=config.stages, **config.options,
     )  # fmt: skip
     if partial is None:
         return

@@ -30,8 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockattn.impl.triton.attention import _rows, _tail
 from blockattn.impl.triton.quantise import _e4m3
+from blockattn.impl.triton.walk import _rows, _tail
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
