@@ -21,8 +21,8 @@ from nbformat import NotebookNode
 from workbench.paths import checkout_dir, notebooks_dir
 
 CELL_SECONDS = 600
-# Pictures carry the text that a figure has for readers who do not see it; widgets without a picture,
-# such as progress bars, are left out.
+# Pictures carry the text that a figure has for readers who do not see it. Widgets without a
+# picture, such as progress bars, are left out.
 TEMPLATE = """{% extends 'markdown/index.md.j2' %}
 {% block data_png %}
 {% if 'application/vnd.jupyter.widget-view+json' in output.data %}

@@ -21,7 +21,7 @@ CAPTURE = None  # path of a capture file; None is the bundled one
 TAUS = [0.25 * n for n in range(17)] if GPU else [0.0, 0.5, 1.0, 1.5, 2.0, 3.0]
 TAU = 1.0
 HEAD = 0
-QUERY_BLOCK = 17
+QUERY_BLOCK = 9
 
 # %%
 from blockattn import attend, sol_scores

@@ -207,7 +207,7 @@ print(config)
 # ```
 # workbench capture --out mine.safetensors --label ring --seed 7    # records the bundled model
 # workbench tune mine.safetensors --target-density 0.3
-# papermill 02_skip_softmax.ipynb mine_02.ipynb -p CAPTURE mine.safetensors
+# papermill notebooks/02_skip_softmax.ipynb mine_02.ipynb -p CAPTURE mine.safetensors
 # ```
 
 # %%
