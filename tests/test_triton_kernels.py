@@ -161,11 +161,12 @@ def test_the_adaptive_walk_drops_the_planted_tiles_and_no_other(tile, places):
 
 
 @NEEDS_SHARED_MEMORY
-@pytest.mark.parametrize("case", ["route", "causal", "zero", "shorter than a chunk"])
+@pytest.mark.parametrize("case", ["route", "causal", "zero", "above one", "shorter than a chunk"])
 def test_the_adaptive_walk_drops_what_the_branching_one_drops(case):
     q, k, v = make_inputs(300 if case == "shorter than a chunk" else 1300, heads=1)
     q = q if case == "causal" else q[:, :150]
-    settings = {"skip_threshold": 0.0 if case == "zero" else 0.3, "skip_tile": (64, 64)}
+    threshold = {"zero": 0.0, "above one": 3.0}.get(case, 0.3)
+    settings = {"skip_threshold": threshold, "skip_tile": (64, 64)}
     if case == "route":
         settings["route"] = random_route(q, k, density=0.9)
         settings["tail"] = BlockSummary.of(k, v)
