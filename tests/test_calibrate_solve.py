@@ -72,6 +72,9 @@ def test_an_edge_belongs_to_the_noisier_window():
         ({"edges": (0.5,)}, "windows, and they alone, have edges"),
         ({"by": "window", "edges": (0.5, 0.9)}, "must fall strictly"),
         ({"by": "window", "edges": (1.0,)}, "must fall strictly"),
+        ({"cutoff": 5.0}, r"cutoff=5\.0: must be a denoising time in \(0, 1\]"),
+        ({"cutoff": math.nan}, "cutoff=nan: must be finite"),
+        ({"shape": "step", "span": 1.0, "at": 1.5}, r"at=1\.5: must be a denoising time"),
     ],
 )
 def test_a_form_refuses_what_means_nothing(values: dict, message: str):

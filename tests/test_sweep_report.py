@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from tests.calibrate_inputs import small_calibration
 from tests.sweep_inputs import (
     job,
     new_store,
@@ -24,6 +25,8 @@ from tests.sweep_inputs import (
     write_weights,
 )
 from workbench import cli
+from workbench.calibrate.file import save_calibration
+from workbench.paths import data_dir
 from workbench.provenance import provenance
 from workbench.run_folder import write_provenance
 from workbench.show import describe
@@ -338,12 +341,13 @@ def test_show_tells_where_a_sweep_came_from(finished: Path):
 def test_show_tells_where_a_run_folder_came_from(tmp_path: Path):
     source = tmp_path / "in.bin"
     source.write_bytes(b"abc")
-    record = provenance(["workbench", "tune", "x"], {"capture": source}, seeds={"noise": 4})
+    words = ["/bin/workbench", "tune", "a b.safetensors", "--out", "x" * 90]
+    record = provenance(words, {"capture": source}, seeds={"noise": 4})
     write_provenance(tmp_path, {**record, "warnings": ["a" * 60, "b" * 60], "none": []})
     done = CliRunner().invoke(cli.app, ["show", str(tmp_path)])
     assert done.exit_code == 0
     for line in (
-        "  command: workbench tune x",
+        f"  command: workbench tune 'a b.safetensors' --out {'x' * 90}",
         f"      path: {source}",
         "      bytes: 3",
         "    noise: 4",
@@ -353,6 +357,18 @@ def test_show_tells_where_a_run_folder_came_from(tmp_path: Path):
         assert f"\n{line}\n" in done.output, line
     path = tmp_path / "provenance.json"
     assert describe(path).splitlines()[1:] == done.output.splitlines()[1:]
+
+
+def test_show_tells_what_a_calibration_and_a_capture_hold(tmp_path: Path):
+    made = replace(small_calibration("sol_attn"), record={"command": ["workbench", "calibrate"]})
+    path = save_calibration(made, tmp_path / "a.safetensors")
+    text = describe(path)
+    for line in ("  algorithm: sol_attn", "    command: workbench calibrate", "    steps: 3"):
+        assert f"\n{line}\n" in text, text
+    assert "\n  device: cpu\n" in describe(data_dir() / "tiny_video_capture.safetensors")
+    path.write_text("no tensors")
+    with pytest.raises(ValueError, match="no readable safetensors file"):
+        describe(path)
 
 
 def test_show_refuses_what_has_no_provenance(tmp_path: Path):

@@ -394,7 +394,9 @@ def import_(
 
 @app.command()
 def show(
-    run: Annotated[Path, typer.Argument(help="A run folder, or the database of a sweep.")],
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, a sweep's database, or a .safetensors.")
+    ],
 ) -> None:
     """Say where a result came from: versions, device, git state, seeds, inputs, command."""
     from workbench.show import describe

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from workbench.run_folder import PROVENANCE
 
@@ -14,7 +17,8 @@ def describe(path: Path) -> str:
     """The provenance in lines, nested fields indented.
 
     Args:
-        path: a run folder, its ``provenance.json``, or the database of a sweep.
+        path: a run folder, its ``provenance.json``, the database of a sweep, or a .safetensors file
+            (capture, calibration, weights), which holds its own record.
 
     Raises:
         FileNotFoundError: nothing is there, or the folder has no provenance.
@@ -24,6 +28,8 @@ def describe(path: Path) -> str:
         raise FileNotFoundError(f"run={str(path)!r}: no such file or folder")
     if path.is_dir() or path.suffix == ".json":
         record = _read(path / PROVENANCE if path.is_dir() else path)
+    elif path.suffix == ".safetensors":
+        record = _of_tensors(path)
     else:
         record = _of_sweep(path)
     return "\n".join([str(path), *lines(record, 1)])
@@ -41,6 +47,25 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"run={str(path)!r}: holds no provenance record")
     return record
+
+
+def _of_tensors(path: Path) -> Mapping[str, Any]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"run={str(path)!r}: is no readable safetensors file ({error})") from error
+    if not found:
+        raise ValueError(f"run={str(path)!r}: holds no provenance record")
+    return {name: _structured(found[name]) for name in sorted(found)}
+
+
+def _structured(text: str) -> Any:
+    """Metadata is text; what was a mapping or a list becomes one again."""
+    try:
+        return json.loads(text) if text.startswith(("{", "[")) else text
+    except json.JSONDecodeError:
+        return text
 
 
 def _of_sweep(path: Path) -> Mapping[str, Any]:
@@ -81,11 +106,13 @@ def lines(value: Any, depth: int = 0) -> Iterator[str]:
     items = value.items() if isinstance(value, Mapping) else ((None, item) for item in value)
     for name, item in items:
         head = "  " * depth + ("-" if name is None else f"{name}:")
-        if isinstance(item, Mapping) or (isinstance(item, list) and _is_long(item)):
+        if name == "command" and isinstance(item, list):
+            yield f"{head} {shlex.join(map(str, item))}"  # to be pasted, however long
+        elif isinstance(item, Mapping) or (isinstance(item, list) and _is_long(item)):
             yield head
             yield from lines(item, depth + 1)
         else:
-            yield f"{head} {_short(name, item)}"
+            yield f"{head} {_short(item)}"
 
 
 def _is_long(item: list[Any]) -> bool:
@@ -93,9 +120,9 @@ def _is_long(item: list[Any]) -> bool:
     return nested or len(", ".join(map(str, item))) > 90
 
 
-def _short(name: str | None, item: Any) -> str:
+def _short(item: Any) -> str:
     if isinstance(item, list):
-        return (" " if name == "command" else "; ").join(map(str, item)) or "none"
+        return "; ".join(map(str, item)) or "none"
     if isinstance(item, bool):
         return "yes" if item else "no"
     return "none" if item is None else str(item)

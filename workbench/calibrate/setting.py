@@ -72,6 +72,10 @@ class Form:
             )
         for layer in self.dense_layers:
             checks.integer("dense_layers", layer)
+        for name in ("at", "cutoff"):
+            time = getattr(self, name)
+            if time is not None and not 0 < checks.finite_number(name, time) <= 1:
+                raise ValueError(f"{name}={time!r}: must be a denoising time in (0, 1]")
 
     def _check_edges(self) -> None:
         edges = [checks.finite_number("edges", edge) for edge in self.edges]
