@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -175,7 +176,10 @@ def test_a_cell_that_never_ends_fails_and_is_named(tmp_path: Path):
     cells = [nbformat.v4.new_code_cell("while True:\n    pass  # for ever")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "endless.ipynb")
     command = [sys.executable, "-m", "pytest", "--nbmake", f"--nbmake-timeout={TIMEOUT}", "-q"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 1
     assert "for ever" in done.stdout
     assert "1 failed" in done.stdout
