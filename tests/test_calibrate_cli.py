@@ -117,6 +117,7 @@ def test_an_error_is_a_target_too(made: dict[str, Path], tmp_path: Path):
         (("--target-density", "0.01"), "reaches"),
         (("--target-density", "0.5", "--held-out", "1,2"), "the calibration has seen them"),
         (("--target-density", "0.5", "--schedule", "linear"), "need one"),
+        (("--target-density", "0.5", "--impl", "nope"), "impl='nope': must be one of 'auto'"),
         (("--target-density", "0.5", "--by", "window", "--edges", "a"), "expected numbers"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from blockattn.impl import registry
 from workbench.calibrate import report, text
 from workbench.calibrate.collect import LIMIT_BYTES, Calibration, calibrate, plan_for
 from workbench.calibrate.error_solve import error_by_group, solve_error
@@ -169,6 +170,7 @@ def solve_file(
         FileExistsError, FileNotFoundError, ValueError, TypeError: nothing is written then.
     """
     check_new(out or default_folder("solve"))
+    registry.check_name(impl)
     calibration = open_calibration(path)
     place = choose_device(device)
     model = load_model(weights, device=place)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockattn import checks
+from blockattn.impl import registry
 from workbench.models import denoising_times
 from workbench.models.sampler import class_indices
+
+MAX_SEED = 2**63 - 1  # of torch's generators
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class SampleSettings:
     impl: str = "auto"
 
     def __post_init__(self) -> None:
+        registry.check_name(self.impl)
         check_sampling(
             [self.label],
             self.seeds,
@@ -75,7 +79,7 @@ def check_sampling(
     for axis, size in zip("thw", grid, strict=True):
         checks.integer(f"grid {axis}", size, minimum=1)
     for seed in seeds:
-        checks.integer("seeds", seed)
+        checks.integer("seeds", seed, maximum=MAX_SEED)
     for name, items in (("labels", labels), ("seeds", seeds)):
         if not items or len(set(items)) != len(items):
             raise ValueError(f"{name}={items!r}: must be at least one, without repeats")

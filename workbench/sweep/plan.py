@@ -168,8 +168,8 @@ def make_plan(data: Mapping[str, Any], *, folder: Path = Path()) -> Plan:
     read = [_read(fields, written.sampling, folder) for fields in written.settings()]
     samplers = list(dict.fromkeys(sampling for _, _, sampling in read))
     for sampling in samplers:
-        for prompt in written.prompts:
-            sampling.settings(written.seeds[0], prompt)
+        for seed, prompt in itertools.product(written.seeds, written.prompts):
+            sampling.settings(seed, prompt)
     varied = [n for n in Sampling.model_fields if len({getattr(s, n) for s in samplers}) > 1]
     controls = [Setting(name_of(None, s, varied), None, s) for s in samplers]
     settings = [
@@ -260,7 +260,9 @@ def _unique(settings: list[Setting]) -> list[Setting]:
     names: dict[str, Setting] = {}
     for setting in found.values():
         if names.setdefault(setting.name, setting) != setting:
-            raise ValueError(f"{setting.name}: two settings have this name; rename the file")
+            raise ValueError(
+                f"{setting.name}: two settings have this name; drop one, or rename its file"
+            )
     return list(names.values())
 
 
