@@ -15,13 +15,15 @@ from typer.testing import CliRunner, Result
 from tests.calibrate_inputs import made_calibration, small_model
 from workbench import cli
 from workbench.calibrate.file import open_calibration
+from workbench.calibrate.fit import fit_calibration
 from workbench.calibrate.options import Target, parse_form, parse_labels
 from workbench.calibrate.report import COLUMNS
 from workbench.calibrate.samples import Samples
-from workbench.calibrate.session import fit_report
+from workbench.calibrate.session import fit_report, write_formula
 from workbench.calibrate.setting import Form, Setting
 from workbench.calibrate.text import missed_lines
 from workbench.config import SolAttnConfig, load_config
+from workbench.config.checkpoint import read_calibration
 from workbench.export import export_config
 from workbench.models import save_model
 
@@ -172,6 +174,24 @@ def test_a_fit_is_printed_in_both_spaces_with_what_it_delivers_elsewhere():
     assert "fit (log space)" in lines
     assert "hold-out at 2,048 keys (grid 4 x 16 x 32)" in lines
     assert "no hold-out" in "\n".join(fit_report(near, None))
+
+
+def test_the_written_fit_is_the_calibration_that_an_export_reads(tmp_path: Path):
+    made = made_calibration(torch.linspace(-9, 0, 256).expand(1, 1, 1, 1, 1, -1), Samples(steps=1))
+    path = tmp_path / "ring.config.json"
+    assert "export --calibration" in write_formula(made, path)[0]
+    config, out = tmp_path / "config.yaml", tmp_path / "group.json"
+    sparse = "{algorithm: skip_softmax, target_sparsity: 0.5}"
+    config.write_text(f"attention_config: {{sparse_attention_config: {sparse}}}\n")
+    options = ["--to", "model_optimizer", "--calibration", str(path), "--out", str(out)]
+    done = CliRunner().invoke(cli.app, ["export", str(config), *options])
+    assert done.exit_code == 0, done.output
+    found = read_calibration(checkpoint_config=json.loads(path.read_text()))
+    assert found is not None
+    assert found.factor(0.5) == pytest.approx(fit_calibration(made, space="log").predict(0.5))
+    assert out.exists()
+    with pytest.raises(FileExistsError, match="nothing is overwritten"):
+        write_formula(made, path)
 
 
 def test_a_missed_target_is_a_warning():

@@ -105,6 +105,11 @@ class ExponentialFit:
         coefficients = {"a": self.a, "b": self.b}
         return {"formula": "a * exp(b * target_sparsity)", "coefficients": coefficients}
 
+    def checkpoint_config(self) -> dict[str, object]:
+        """The part of a component's config.json that servers read the formula from."""
+        group = {"algorithm": "skip_softmax", "threshold_scale_factor": self.formula()}
+        return {"sparse_attention_config": {"config_groups": {"group_0": group}}}
+
 
 @dataclass(frozen=True)
 class Transfer:

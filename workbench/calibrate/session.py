@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from workbench.devices import choose_device
 from workbench.models import VideoDiT, load_model
 from workbench.paths import BUNDLED_WEIGHTS, data_dir
 from workbench.provenance import provenance
-from workbench.run_folder import check_new, default_folder
+from workbench.run_folder import check_new, default_folder, write_new
 from workbench.terminal import recording_console
 
 WIDTH = 110  # of the printed tables where the terminal does not say
@@ -48,7 +49,8 @@ def calibrate_file(
     """Calibrates, prints and writes one file.
 
     Args:
-        out: the calibration to make, which must not exist.
+        out: the calibration to make, which must not exist. For SkipSoftmax the fit in log space is
+            written beside it, as ``.config.json``, for ``workbench export --calibration``.
         algorithm, samples, thresh_type: what to calibrate.
         weights: of the model; the bundled ones by default.
         hold_out: for SkipSoftmax, a calibration of another size on which the fit is tried.
@@ -59,7 +61,9 @@ def calibrate_file(
     Raises:
         FileExistsError, FileNotFoundError, ValueError, TypeError: nothing is sampled then.
     """
-    check_new(out)
+    formula = out.with_suffix(".config.json")
+    for path in (out, formula):
+        check_new(path)
     other = None if hold_out is None else open_calibration(hold_out)
     if other is not None and "skip_softmax" not in (algorithm, other.algorithm):
         raise ValueError(f"hold_out={str(hold_out)!r}: the fit is skip_softmax's; leave it out")
@@ -73,7 +77,7 @@ def calibrate_file(
     save_calibration(made, out)
     screen.print(text.density_table(made))
     if algorithm == "skip_softmax":
-        for line in fit_report(made, other):
+        for line in fit_report(made, other) + write_formula(made, formula):
             screen.print(line, soft_wrap=True, highlight=False)
     screen.print(f"{out}: wrote {out.stat().st_size:,} bytes", soft_wrap=True, highlight=False)
     return made
@@ -89,6 +93,16 @@ def fit_report(made: Calibration, other: Calibration | None) -> list[str]:
     except ValueError as error:
         lines.append(f"no fit: {error}")
     return lines
+
+
+def write_formula(made: Calibration, path: Path) -> list[str]:
+    """Writes the fit in log space as servers read it; says so, or nothing where there is no fit."""
+    try:
+        fit = fit_calibration(made, space="log")
+    except ValueError:
+        return []  # the report has said why
+    write_new(path, json.dumps(fit.checkpoint_config(), indent=2) + "\n")
+    return [f"{path}: the fit, for workbench export --calibration"]
 
 
 @dataclass(frozen=True)
