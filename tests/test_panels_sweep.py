@@ -114,7 +114,7 @@ def test_a_click_on_a_point_chooses_it_and_opens_its_configuration(explorer: Swe
     shown = load_config(text)
     assert shown.attention_config == configuration(explorer.table, BEST).attention_config
     assert "none: test" in explorer.what_ran
-    assert "Not faster: triton: no &lt;GPU&gt;." in explorer.what_ran
+    assert "Faster, but not here: triton: no &lt;GPU&gt;." in explorer.what_ran
 
 
 def test_the_control_needs_no_file(explorer: SweepExplorer):

@@ -159,5 +159,6 @@ def choose(points: Sequence[Point], metric: str) -> Point:
     nearest = min(ordered, key=lambda p: (len(p.missed), p.gain))
     raise ValueError(
         f"no setting may be chosen; against {nearest.name}: {'; '.join(nearest.missed)}. "
-        "Loosen a gate, or add denser settings"
+        "Loosen a gate, add denser settings, or, where nothing is faster than dense here, "
+        "let density be the cost"
     )

@@ -172,7 +172,8 @@ def measure(
         f"{where or data[0].device}; {describe(data[0])}; medians of {repeats} interleaved rounds",
         (split,),
         (_measured_ladder(data, ladder, seconds),),
-        f"{trace.algorithm} on {trace.impl}, dense on {dense_trace.impl}. Not faster: {reasons}.",
+        f"{trace.algorithm} on {trace.impl}, dense on {dense_trace.impl}. "
+        f"Faster, but not here: {reasons}.",
     )
 
 

@@ -214,7 +214,7 @@ def what_ran(result: SampleResult) -> str:
     """HTML: where the calls of the schedule went, why nothing faster ran, and what is odd."""
     row = result.of(NAME)[0]
     reasons = {str(reason) for record in row.sampled.records for reason in record.reasons}
-    faster = f" Not faster: {'; '.join(sorted(reasons))}." if reasons else ""
+    faster = f" Faster, but not here: {'; '.join(sorted(reasons))}." if reasons else ""
     flags = f" {'; '.join(row.flags)}." if row.flags else ""
     text = f"{row.sampled.counts}; {row.sampled.ran}; {row.dense_steps} dense steps.{faster}{flags}"
     return escape(text)

@@ -77,7 +77,7 @@ def what_ran(table: SweepTable, setting: str) -> str:
     cases = table.of(setting)
     parts = {
         "": [text for case in cases for text in case.ran],
-        "Not faster: ": [text for case in cases for text in case.fallbacks],
+        "Faster, but not here: ": [text for case in cases for text in case.fallbacks],
         "Emulated: ": [text for case in cases for text in case.emulated],
         "Flags: ": [text for case in cases for text in case.flags],
     }

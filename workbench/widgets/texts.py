@@ -106,7 +106,11 @@ def call(measured: Measured, head: int) -> str:
     """What ran, delivered density, time, error of each head, and why nothing faster ran."""
     trace = measured.trace
     reasons = "; ".join(escape(str(reason)) for reason in trace.reasons)
-    faster = f" Not faster: {reasons}." if reasons else " It is the first choice for this call."
+    faster = (
+        f" Faster, but not here: {reasons}."
+        if reasons
+        else " It is the first choice for this call."
+    )
     dense = " <b>Nothing was sparse: this ran dense.</b>" if trace.density == 1 else ""
     names = f"{escape(trace.algorithm)} on implementation <b>{escape(trace.impl)}</b>"
     return (
