@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import itertools
 import logging
 import struct
@@ -351,6 +352,51 @@ def test_a_mask_that_cannot_be_read_is_shown_logged_and_raised_and_the_next_one_
     viewer.layer = 2
     assert viewer.problem == ""
     assert viewer.shown["layer"] == 2
+
+
+def test_a_mask_whose_scores_fail_leaves_the_one_before_whole():
+    book = field_masks()
+    scores = book.scores
+    assert scores is not None
+
+    def failing(layer: int, step: int, heads: range):
+        if layer == 5:
+            raise OSError("scores of layer 5 are gone")
+        return scores(layer, step, heads)
+
+    viewer = RouteViewer(dataclasses.replace(book, scores=failing))
+    before = viewer.summary(), received(viewer, "bits")
+    with pytest.raises(OSError, match="scores of layer 5"):
+        viewer.layer = 5
+    viewer.layer = 0
+    assert viewer.problem == ""
+    assert (viewer.summary(), received(viewer, "bits")) == before
+
+
+def test_the_index_takes_no_error_back_and_text_follows_a_choice_at_once():
+    viewer = RouteViewer(field_masks(broken=(5,)))
+
+    async def choose():
+        viewer.layer = 2
+        assert viewer.summary() == RouteViewer(field_masks(), layer=2).summary()
+        viewer.layer = 5
+        with pytest.raises(OSError, match="layer 5 is gone"):
+            viewer.flush()
+        await asyncio.sleep(0.15)  # the index of layer 2 is filled meanwhile
+        assert "layer 5 is gone" in viewer.problem
+
+    asyncio.run(choose())
+
+
+def test_a_widget_that_has_no_picture_still_appears_with_its_error():
+    viewer = RouteViewer(field_masks(broken=(5,)))
+    with pytest.raises(OSError, match="layer 5 is gone"):
+        viewer.layer = 5
+    viewer.window = []
+    bundle = viewer._repr_mimebundle_()
+    data = bundle[0] if isinstance(bundle, tuple) else bundle
+    assert "application/vnd.jupyter.widget-view+json" in data
+    assert "image/png" not in data
 
 
 def test_an_error_of_the_browser_reaches_the_log(caplog):

@@ -112,7 +112,7 @@ class RouteViewer(anywidget.AnyWidget):
             key_block=grid[1] // 4,
             window=[0, grid[0], 0, grid[1]],
         )
-        self._index = Debouncer(lambda: self._guard(self._fill_index), 0.0)
+        self._index = Debouncer(lambda: self._guard(self._fill_index, heals=False), 0.0)
         self._later = Debouncer(lambda: self._guard(self._follow), LOAD_WAIT)
         self._guard(self._load)
         self.ground = ground.tobytes()
@@ -130,6 +130,7 @@ class RouteViewer(anywidget.AnyWidget):
 
     def current(self) -> tuple[Mask, int]:
         """The mask at the chosen tau and the index of the chosen head in it."""
+        self._later.flush()  # a place that was chosen a moment ago
         if self.book.scores is None or self.mask.tau is None or self.tau == self.mask.tau:
             return self.mask, self.head
         return Mask.of_scores(self._scores(range(self.head, self.head + 1)), self.tau), 0
@@ -152,7 +153,10 @@ class RouteViewer(anywidget.AnyWidget):
         bundle: Any = super()._repr_mimebundle_(**kwargs)
         data = bundle[0] if isinstance(bundle, tuple) else bundle
         if data is not None:
-            data["image/png"] = base64.b64encode(views.to_png(self.figure())).decode()
+            try:
+                data["image/png"] = base64.b64encode(views.to_png(self.figure())).decode()
+            except Exception:  # the widget has to appear, because it shows what is wrong
+                logger.exception("RouteViewer has no picture for readers without a kernel")
         return bundle
 
     def _title(self, mask: Mask) -> str:
@@ -187,8 +191,9 @@ class RouteViewer(anywidget.AnyWidget):
         if not there or not first <= self.head < first + count:
             self._load()
         elif self.want_scores and not self.shown["scored"]:
-            self._send_scores(range(first, first + count))
-            self._show(self.mask, range(first, first + count), scored=True)
+            heads = range(first, first + count)
+            self._send_scores(self._scores(heads))
+            self._show(self.mask, heads, scored=True)
 
     def _load(self) -> None:
         mask = self.book.load(self.layer, self.step)
@@ -200,18 +205,19 @@ class RouteViewer(anywidget.AnyWidget):
         if not 0 <= self.head < mask.heads:
             raise ValueError(f"head={self.head}: must be in 0..{mask.heads - 1}")
         first, count = payload.heads_sent(mask, self.head)
+        heads = range(first, first + count)
+        small = self.book.scores is not None and payload.scores_at_once(mask)
+        # All that can fail comes before anything changes: a mask is shown whole or not at all.
+        scores = self._scores(heads) if small else None
         self.mask = mask
         self._serial += 1
         self._hand_over("bits", payload.bits(mask, first, count))
         self.stops = payload.doubles(ladder(mask.tau))
-        heads = range(first, first + count)
-        wanted = self.book.scores is not None and (payload.scores_at_once(mask) or self.want_scores)
-        small = wanted and payload.scores_at_once(mask)
-        if small:  # they come with the bits, else after the first picture
-            self._send_scores(heads)
+        if scores is not None:  # they come with the bits, else after the first picture
+            self._send_scores(scores)
         self._show(mask, heads, scored=small)
-        if wanted and not small:
-            self._send_scores(heads)
+        if self.book.scores is not None and self.want_scores and not small:
+            self._send_scores(self._scores(heads))
             self._show(mask, heads, scored=True)
         self._index()  # in a notebook once the cell has ended, after the picture is on its way
 
@@ -228,8 +234,7 @@ class RouteViewer(anywidget.AnyWidget):
             "scored": scored,
         }
 
-    def _send_scores(self, heads: range) -> None:
-        scores = self._scores(heads)
+    def _send_scores(self, scores: BlockScores) -> None:
         self.rows = payload.row_statistics(scores)
         self._hand_over("codes", payload.codes(scores, ladder(self.mask.tau)))
 
@@ -252,8 +257,11 @@ class RouteViewer(anywidget.AnyWidget):
 
     # -- errors ----------------------------------------------------------------------------------
 
-    def _guard(self, work: Callable[[], None]) -> None:
-        """Runs work and shows its exception, which would else vanish in the kernel's log."""
+    def _guard(self, work: Callable[[], None], *, heals: bool = True) -> None:
+        """Runs work and shows its exception, which would else vanish in the kernel's log.
+
+        Work that ``heals`` takes an open error back: only a mask that was loaded does.
+        """
         try:
             work()
         except Exception as error:
@@ -261,7 +269,7 @@ class RouteViewer(anywidget.AnyWidget):
             logger.exception("RouteViewer failed to load %s", where)
             self.problem = f"Error while loading {where}: {type(error).__name__}: {error}"
             raise
-        else:
+        if heals:
             self.problem = ""
 
     def _log_browser(self, change: dict[str, Any]) -> None:
