@@ -155,7 +155,7 @@ class RouteViewer(anywidget.AnyWidget):
         if data is not None:
             try:
                 data["image/png"] = base64.b64encode(views.to_png(self.figure())).decode()
-            except Exception:  # the widget has to appear, because it shows what is wrong
+            except (ValueError, TypeError, LookupError, OSError):  # the widget shows what is wrong
                 logger.exception("RouteViewer has no picture for readers without a kernel")
         return bundle
 
