@@ -27,18 +27,25 @@ def title_of(view: TunerView) -> str:
     )
 
 
-class RoutePanel:
-    """Routing map, density curve, z-score histogram, density and error of every head."""
+class FourPlots:
+    """The figure of a tuner: a map, a curve, a histogram and a table of heads."""
 
-    def __init__(self, frame_edges: Sequence[float] = ()):
+    def __init__(self):
         self.figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white")
         FigureCanvasAgg(self.figure)
-        self._frame_edges = frame_edges
         # Fixed places: no layout engine has to measure every text again for each picture.
         self._map = self.figure.add_axes((0.052, 0.125, 5.1 / WIDTH, 5.1 / HEIGHT))
         self._curve = self.figure.add_axes((0.538, 0.567, 0.192, 0.367))
         self._histogram = self.figure.add_axes((0.796, 0.567, 0.192, 0.367))
         self._heads = self.figure.add_axes((0.538, 0.125, 0.34, 0.285))
+
+
+class RoutePanel(FourPlots):
+    """Routing map, density curve, z-score histogram, density and error of every head."""
+
+    def __init__(self, frame_edges: Sequence[float] = ()):
+        super().__init__()
+        self._frame_edges = frame_edges
 
     def draw(self, view: TunerView, measured: Measured | None) -> bytes:
         """PNG of a view; without a measurement the errors are ellipses."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from workbench import decisions, views
 from workbench.config import SkipSoftmaxConfig
 from workbench.widgets.capture_session import CaptureLike, Measured
-from workbench.widgets.panels import DPI, HEIGHT, WIDTH, FramesPanel
+from workbench.widgets.panels import FourPlots, FramesPanel
 from workbench.widgets.skip_controls import TILES, SkipControls
 from workbench.widgets.skip_session import (
     CURVE_LOG2,
@@ -65,17 +63,12 @@ def title_of(view: SkipView) -> str:
     )
 
 
-class SkipPanel:
+class SkipPanel(FourPlots):
     """Skip map, density curve, histogram of the gaps, density and error of every head."""
 
     def __init__(self, frame_edges: Mapping[int, Sequence[float]]):
-        self.figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(self.figure)
+        super().__init__()
         self._frame_edges = frame_edges
-        self._map = self.figure.add_axes((0.052, 0.125, 5.1 / WIDTH, 5.1 / HEIGHT))
-        self._curve = self.figure.add_axes((0.538, 0.567, 0.192, 0.367))
-        self._histogram = self.figure.add_axes((0.796, 0.567, 0.192, 0.367))
-        self._heads = self.figure.add_axes((0.538, 0.125, 0.34, 0.285))
 
     def draw(self, view: SkipView, measured: Measured | None) -> bytes:
         """PNG of a view; without a measurement the errors are ellipses."""

@@ -44,10 +44,8 @@ class Config:
 
 def configure(problem: Problem) -> Config:
     """The configuration of a call on the GPU its tensors are on."""
-    device = problem.q.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     return configuration(
-        capability,
+        launch.capability_of(problem.q.device),
         plain=problem.plain,
         skip=problem.skip_threshold is not None,
         coded=_form(_operands(problem)) != "plain",
@@ -222,10 +220,9 @@ def _launch(
 
 def _descriptors_fit(*tensors: Tensor) -> bool:
     """All can be read through the tensor memory accelerator (or its interpreter)."""
-    device = tensors[0].device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    return all(launch._descriptor_fits(x) for x in tensors)
+    return launch.capability_of(tensors[0].device) >= (9, 0) and all(
+        map(launch._descriptor_fits, tensors)
+    )
 
 
 def _operands(problem: Problem) -> QuantOperands:

@@ -159,10 +159,11 @@ def _walk(
             k_src, k_words, k_stride_b, k_stride_t, k_stride_h, batch, key_head, key_heads,
             start, keys, k_tiles, COLUMNS, D, FORMAT, TMA, MASKED,
         )  # fmt: skip
-        v = _rows(
-            v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,
-            COLUMNS, D, TMA, MASKED,
-        )  # fmt: skip
+        if not SKIP:
+            v = _rows(
+                v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,
+                COLUMNS, D, TMA, MASKED,
+            )  # fmt: skip
         zero = tl.full([q.shape[0], COLUMNS], unit * 0.0, tl.float32)
         # Triton 3.6 and 3.7 cannot start a scaled product from a zero that they can see.
         s = _scores(q, q_scale, k, k_scale, zero, FORMAT, D, WIDE, NATIVE)
