@@ -1,8 +1,9 @@
 """What a capture file looks like: its tensors, its header, and how large it will be.
 
 One safetensors file. Tensors `layer{L}.step{S}.q|k|v` are bfloat16 [B, T, H, D] in the token order
-of the grid; an optional tensor `video` is uint8 [frames, height, width, 3]. Everything else is a
-string in the header's metadata. The header comes first in the file but times and checksums are
+of the grid; an optional tensor `video` is uint8 [frames, height, width, 3]. With a `selection` they
+hold chosen heads, and q chosen query blocks, in ascending order. Everything else is a string in
+the header's metadata. The header comes first in the file but times and checksums are
 known last, so its room is reserved for the longest numbers and filled up with spaces.
 """
 
@@ -15,13 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from blockattn import TokenGrid, checks
+from blockattn import BLOCK, TokenGrid, checks
+from workbench.capture.selection import Selection
 
 FORMAT = "workbench.capture"
 VERSION = "1"
 SOURCES = ("model", "synthetic")
 PARTS = ("q", "k", "v")
 VIDEO = "video"
+SELECTION = "selection"
 ITEM_BYTES = {"BF16": 2, "U8": 1}
 LENGTH_BYTES = 8  # a safetensors file starts with the length of its header, uint64
 
@@ -46,12 +49,13 @@ class CaptureSpec:
     Args:
         grid: tokens along (t, h, w), text and token order.
         entries: (layer, step) pairs; sorted, without repeats.
-        heads: query heads. kv_heads: key and value heads, `heads` when None.
+        heads: query heads of the model. kv_heads: key and value heads, `heads` when None.
         head_dim: channels of a head.
         batch: samples B.
         video_shape: (frames, height, width) of the sampled video in pixels, None without one.
         source: `model` or `synthetic`.
         title: a human label. It always says "synthetic" when the source is.
+        selection: heads and query blocks that are kept of every call; all by default.
         details: further facts as strings (model, seed, label, ...).
 
     Raises:
@@ -68,6 +72,7 @@ class CaptureSpec:
     source: str = "model"
     title: str = ""
     details: Mapping[str, str] = field(default_factory=dict)
+    selection: Selection = field(default_factory=Selection)
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, TokenGrid):
@@ -82,6 +87,7 @@ class CaptureSpec:
         _check_details(self.details)
         for name, size in zip(("frames", "height", "width"), self.video_shape or ()):
             checks.integer(f"video_shape {name}", size, minimum=1)
+        self.selection.check(self.grid.tokens, self.heads, kv_heads)
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -101,9 +107,28 @@ class CaptureSpec:
         return table
 
     def part_shape(self, part: str) -> tuple[int, int, int, int]:
-        """[B, T, H, D] of q, k or v."""
+        """[B, rows, H, D] of q, or [B, T, H, D] of k or v, as the file holds them."""
+        queries, keys = self.selection.kept_heads(self.heads, self.kv_heads or self.heads)
+        if part != "q":
+            return self.batch, self.grid.tokens, len(keys), self.head_dim
+        rows = len(self.selection.rows(self.grid.tokens))
+        return self.batch, rows, len(queries), self.head_dim
+
+    def call_shape(self, part: str) -> tuple[int, int, int, int]:
+        """[B, T, H, D] of q, k or v of a whole call, before anything is selected."""
         heads = self.heads if part == "q" or self.kv_heads is None else self.kv_heads
         return self.batch, self.grid.tokens, heads, self.head_dim
+
+    @property
+    def label(self) -> str:
+        """The title, and what was kept where that is not everything."""
+        kept = self.selection.describe(self.grid.tokens, self.heads)
+        return f"{self.title} ({kept})" if kept else self.title
+
+    @cached_property
+    def entry_bytes(self) -> int:
+        """Bytes of q, k and v of one entry."""
+        return sum(math.prod(self.part_shape(part)) for part in PARTS) * ITEM_BYTES["BF16"]
 
     @property
     def data_bytes(self) -> int:
@@ -141,9 +166,11 @@ class CaptureSpec:
             header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets}
         return json.dumps(header, separators=(",", ":"))
 
-    def _metadata(
-        self, times: Mapping[tuple[int, int], float], digests: Mapping[str, str]
-    ) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
+        """What the header says before anything is recorded."""
+        return {**self._layout(), **self._selection(), **self.details}
+
+    def _layout(self) -> dict[str, str]:
         grid = self.grid
         return {
             "format": FORMAT,
@@ -154,11 +181,31 @@ class CaptureSpec:
             "order": grid.order,
             "prefix": str(grid.prefix),
             "suffix": str(grid.suffix),
+        }
+
+    def _metadata(
+        self, times: Mapping[tuple[int, int], float], digests: Mapping[str, str]
+    ) -> dict[str, str]:
+        return {
+            **self._layout(),
             "entries": json.dumps([[*entry, times[entry]] for entry in self.entries]),
+            **self._selection(),
             **self.details,
             "sha256": combined_digest(digests),
             "tensor_sha256": json.dumps(dict(digests), sort_keys=True),
         }
+
+    def _selection(self) -> dict[str, str]:
+        """Only where something is left out, so that whole captures stay as they are."""
+        if self.selection.whole:
+            return {}
+        facts = {
+            "model_heads": [self.heads, self.kv_heads],
+            "heads": self.selection.heads,
+            "query_blocks": self.selection.query_blocks,
+            "block": BLOCK,
+        }
+        return {SELECTION: json.dumps(facts)}
 
 
 RESERVED = (
@@ -195,7 +242,7 @@ def _honest_title(title: str, source: str) -> str:
 
 def _check_details(details: Mapping[str, str]) -> None:
     for key, value in details.items():
-        if key in RESERVED:
+        if key in (*RESERVED, SELECTION):
             raise ValueError(f"details has {key!r}, which the format itself uses; rename it")
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"details[{key!r}]={value!r}: keys and values must be strings")

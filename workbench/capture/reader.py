@@ -17,13 +17,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from blockattn import TokenGrid
+from blockattn import BLOCK, TokenGrid
+from blockattn.layout import num_blocks
 from workbench.attention.phase import step_time
 from workbench.capture.format import (
     FORMAT,
     LENGTH_BYTES,
     PARTS,
     RESERVED,
+    SELECTION,
     SOURCES,
     VERSION,
     VIDEO,
@@ -31,6 +33,7 @@ from workbench.capture.format import (
     combined_digest,
     tensor_name,
 )
+from workbench.capture.selection import Selection
 from workbench.paths import data_dir
 
 BUNDLED_CAPTURE = "tiny_video_capture.safetensors"
@@ -44,6 +47,7 @@ class QKV:
         q, k, v: `[B, T, H, D]`, bfloat16 when they come from a file, tokens in the grid's order.
         layer, step: where they were recorded.
         time: denoising time in [0, 1], 1 = noisiest.
+        query_blocks: blocks of 64 queries that q holds, `[B, rows, H, D]`; None = every row.
     """
 
     q: Tensor
@@ -52,6 +56,7 @@ class QKV:
     layer: int
     step: int
     time: float
+    query_blocks: tuple[int, ...] | None = None
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> QKV:
         """The same call on another device or in another dtype."""
@@ -67,10 +72,12 @@ class Capture:
         grid: tokens along (t, h, w), text and token order.
         entries: (layer, step) present, sorted. layers, steps: those that occur, sorted.
         source: `model` or `synthetic`.
-        title: a human label that says "synthetic" when the source is.
+        title: a human label that says "synthetic" when the source is, and what was left out.
         metadata: every fact in the header, as strings.
         checksum: sha256 over all tensors, as the header states it; `verify()` compares.
-        batch, heads, kv_heads, head_dim: sizes of q and of k, v.
+        batch, heads, kv_heads, head_dim: sizes of q and of k, v, as the file holds them.
+        head_indices: the model's index of every query head.
+        query_blocks: blocks of 64 queries that q holds; None = every row.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, str], shapes: Mapping[str, Shape]):
@@ -85,21 +92,34 @@ class Capture:
         self.layers = sorted({layer for layer, _ in self.entries})
         self.steps = sorted({step for _, step in self.entries})
         self.source = cast(Literal["model", "synthetic"], spec.source)
-        self.title = spec.title
+        self.title = spec.label
         self.checksum = metadata["sha256"]
-        self.batch, self.heads, self.head_dim = spec.batch, spec.heads, spec.head_dim
+        self.batch, self.heads, self.head_dim = spec.batch, spec.part_shape("q")[2], spec.head_dim
         self.kv_heads = spec.part_shape("k")[2]
+        self.head_indices = spec.selection.kept_heads(spec.heads, spec.call_shape("k")[2])[0]
+        self.query_blocks = spec.selection.query_blocks
 
     def load(self, layer: int, step: int) -> QKV:
-        """Reads one entry into memory.
+        """Reads one entry with all its query rows into memory.
 
         Raises:
-            ValueError: there is no such entry; the message lists those there are.
+            ValueError: there is no such entry; the message lists those there are. Or the capture
+                holds some query blocks alone, see :meth:`load_rows`.
         """
+        if self.query_blocks is not None:
+            raise ValueError(
+                f"{self.path}: holds {len(self.query_blocks)} of {num_blocks(self.grid.tokens):,} "
+                f"query blocks of {BLOCK}, and this needs every query row; use `workbench tune` or "
+                "Capture.load_rows, or record again without query_blocks"
+            )
+        return self.load_rows(layer, step)
+
+    def load_rows(self, layer: int, step: int) -> QKV:
+        """Reads one entry into memory, with the query rows that are there (`query_blocks`)."""
         time = self.time(layer, step)
         with _opened(self.path) as file:
             q, k, v = (file.get_tensor(tensor_name(layer, step, part)) for part in PARTS)
-        return QKV(q, k, v, layer, step, time)
+        return QKV(q, k, v, layer, step, time, self.query_blocks)
 
     def time(self, layer: int, step: int) -> float:
         """Denoising time of an entry, 1 = noisiest."""
@@ -232,8 +252,10 @@ def _described(
             entries=tuple(times),
             source=metadata["source"],
             title=metadata["title"],
-            details={key: value for key, value in metadata.items() if key not in RESERVED},
-            **_sizes(path, next(iter(times)), shapes),
+            details={
+                key: value for key, value in metadata.items() if key not in (*RESERVED, SELECTION)
+            },
+            **{**_sizes(next(iter(times)), shapes), **_selected(metadata)},
         )
     except (ValueError, TypeError, LookupError, StopIteration) as error:
         raise ValueError(f"{path}: the header is damaged: {error}; record it again") from error
@@ -274,7 +296,19 @@ def _grid(metadata: Mapping[str, str]) -> TokenGrid:
     return TokenGrid(shape, prefix=prefix, suffix=suffix, order=metadata["order"])
 
 
-def _sizes(path: Path, entry: tuple[int, int], shapes: Mapping[str, Shape]) -> dict:
+def _selected(metadata: Mapping[str, str]) -> dict:
+    """What was kept, and the model's heads, where that is not everything."""
+    if SELECTION not in metadata:
+        return {}
+    facts = json.loads(metadata[SELECTION])
+    if facts["block"] != BLOCK:
+        raise ValueError(f"query blocks of {facts['block']} tokens, this workbench has {BLOCK}")
+    heads, kv_heads = facts["model_heads"]
+    selection = Selection(facts["heads"], facts["query_blocks"])
+    return {"heads": heads, "kv_heads": kv_heads, "selection": selection}
+
+
+def _sizes(entry: tuple[int, int], shapes: Mapping[str, Shape]) -> dict:
     """Batch, heads and head dim from the first entry; the grid decides about the tokens."""
     names = [tensor_name(*entry, part) for part in ("q", "k")]
     for name in names:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self, cast
 
 import torch
 from torch import Tensor
 
 from workbench.attention.phase import step_time
 from workbench.capture.format import PARTS, VIDEO, CaptureSpec, tensor_name
+from workbench.capture.journal import Digests, Journal, Progress, Times, entries_in
 
+ROWS = 4096  # tokens looked at in one go, so that a check needs little memory
 LIMIT_BYTES = 2**30  # 1 GiB: a capture that nobody meant to make this large
 
 
-def check_size(path: Path, spec: CaptureSpec, limit_bytes: int) -> None:
+def check_size(path: Path, spec: CaptureSpec, limit_bytes: int, *, held: int = 0) -> None:
     """Refuses a capture above the limit, or one that the disk has no room for, before any work.
+
+    Args:
+        held: bytes that an interrupted recording of it already occupies.
 
     Raises:
         ValueError: above the limit. OSError: the disk is too full.
@@ -33,20 +39,21 @@ def check_size(path: Path, spec: CaptureSpec, limit_bytes: int) -> None:
             f"or steps, or raise the limit (--limit-mb {-(-size // 2**20)})"
         )
     free = shutil.disk_usage(path.parent).free
-    if size > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"the capture would take {size:,} bytes, but only {free:,} are free; "
-            "record fewer layers or steps, or write to another disk",
-            str(path),
-        )
+    if size - held > free:
+        raise _full(path, f"{size - held:,} bytes, but only {free:,} are free")
+
+
+def _full(path: Path, what: str) -> OSError:
+    advice = "record fewer layers, steps, heads or query rows, or write to another disk"
+    return OSError(errno.ENOSPC, f"the capture would take {what}; {advice}", str(path))
 
 
 class CaptureWriter:
     """Writes `path.partial` and renames it to `path` when everything is there.
 
-    Tensors may come in any order and none is kept in memory. A recording that is killed or fails
-    leaves only the `.partial` file, which no reader takes for a capture.
+    Tensors may come in any order and none is kept in memory. The room of the whole file is taken
+    from the disk at the start. A recording that is killed or fails leaves the `.partial` file,
+    which no reader takes for a capture, and a list of what it holds; `resume` goes on from there.
 
         with CaptureWriter("a.safetensors", spec) as writer:
             writer.write(0, 4, time=0.9, q=q, k=k, v=v)
@@ -55,14 +62,25 @@ class CaptureWriter:
         path: the file to make; one that exists is never replaced.
         spec: what the file will hold.
         limit_bytes: the largest file allowed.
+        resume: go on with an interrupted recording of the same spec, if there is one. What it holds
+            is compared with its checksums; a tensor that differs is recorded again.
 
     Raises:
-        FileExistsError: the file exists. ValueError, OSError: it would be too large (see
-        `check_size`).
+        FileExistsError: the file exists, or an interrupted recording and `resume` is False.
+        BlockingIOError: another process records this file. ValueError, OSError: it would be too
+        large (see `check_size`), or the interrupted recording is of another spec.
+
+    Attributes:
+        resumed: entries that an interrupted recording had left.
     """
 
     def __init__(
-        self, path: str | Path, spec: CaptureSpec, *, limit_bytes: int = LIMIT_BYTES
+        self,
+        path: str | Path,
+        spec: CaptureSpec,
+        *,
+        limit_bytes: int = LIMIT_BYTES,
+        resume: bool = False,
     ) -> None:
         self.path = Path(path)
         self.spec = spec
@@ -73,13 +91,74 @@ class CaptureWriter:
                 f"path={str(path)!r}: exists already, and a capture replaces nothing; give another "
                 "path, or delete the file first"
             )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        check_size(self.path, spec, limit_bytes)
-        self._times: dict[tuple[int, int], float] = {}
-        self._digests: dict[str, str] = {}
         self.partial = self.path.with_name(self.path.name + ".partial")
-        self._file = self.partial.open("wb")
-        self._file.truncate(spec.total_bytes)
+        self._journal = Journal(self.path.with_name(self.path.name + ".journal"), spec)
+        left = self._left_over(resume)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        held = self.partial.stat().st_blocks * 512 if left else 0
+        check_size(self.path, spec, limit_bytes, held=held)
+        done = self._journal.read() if left else Progress()
+        self._file = self._open(fresh=not left)
+        self._times, self._digests = self._kept(done) if left else self._begin()
+        self.resumed = len(self._times)
+
+    def _left_over(self, resume: bool) -> bool:
+        """Whether there is an interrupted recording to go on with."""
+        count = entries_in(self._journal.path) if self.partial.is_file() else 0
+        if count and not resume:
+            raise FileExistsError(
+                f"{self.partial}: an interrupted recording with {count} of "
+                f"{len(self.spec.entries)} entries; resume=True (--resume) goes on with it, or "
+                "delete it"
+            )
+        return count > 0
+
+    def _open(self, *, fresh: bool) -> BinaryIO:
+        """The partial file, for this process alone and with the room for all of it."""
+        number = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
+        file = cast(BinaryIO, os.fdopen(number, "r+b"))
+        size = self.spec.total_bytes
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(number, 0, size)
+        except BlockingIOError as error:
+            file.close()
+            raise BlockingIOError(
+                error.errno, "another process records this capture; wait for it", str(self.partial)
+            ) from error
+        except OSError as error:
+            file.close()
+            if fresh:
+                self.partial.unlink()
+            if error.errno != errno.ENOSPC:
+                raise
+            raise _full(self.path, f"{size:,} bytes, more than is free") from error
+        file.truncate(size)  # a longer one of an older attempt, which held nothing
+        return file
+
+    def _begin(self) -> tuple[Times, Digests]:
+        self._journal.start()
+        return {}, {}
+
+    def _kept(self, done: Progress) -> tuple[Times, Digests]:
+        """What an interrupted recording really holds: entries whose bytes fit their checksums."""
+        good = {name: digest for name, digest in done.digests.items() if self._holds(name, digest)}
+        whole = [e for e in done.times if all(tensor_name(*e, part) in good for part in PARTS)]
+        names = {tensor_name(*entry, part) for entry in whole for part in PARTS} | {VIDEO}
+        times = {entry: done.times[entry] for entry in whole}
+        return times, {name: digest for name, digest in good.items() if name in names}
+
+    def _holds(self, name: str, digest: str) -> bool:
+        place = self.spec.tensors[name]
+        self._file.seek(self.spec.header_bytes + place.start)
+        found, left = hashlib.sha256(), place.stop - place.start
+        while left:
+            piece = self._file.read(min(left, 2**24))
+            if not piece:
+                return False
+            found.update(piece)
+            left -= len(piece)
+        return found.hexdigest() == digest
 
     def has(self, layer: int, step: int) -> bool:
         """Whether the entry has been written."""
@@ -103,12 +182,16 @@ class CaptureWriter:
             raise ValueError(f"layer={layer}, step={step} {state}; entries: {self.spec.entries}")
         if step_time(time) is None:
             raise ValueError("time=None: a capture states the denoising time of every entry")
+        digests = {}
         for part, value in zip(PARTS, (q, k, v)):
             name = tensor_name(layer, step, part)
             self._check_shape(name, value)
             rounded = value.detach().to("cpu", torch.bfloat16)
             _check_finite(name, rounded)
-            self._put(name, rounded)
+            digests[name] = self._put(name, rounded)
+        self._file.flush()
+        self._journal.add(digests, entry, float(time))
+        self._digests.update(digests)
         self._times[entry] = float(time)
 
     def write_video(self, video: Tensor) -> None:
@@ -118,7 +201,7 @@ class CaptureWriter:
         if video.dtype != torch.uint8:
             raise TypeError(f"video: dtype {video.dtype}, expected uint8 (0 to 255)")
         self._check_shape(VIDEO, video)
-        self._put(VIDEO, video.cpu())
+        self._digests[VIDEO] = self._put(VIDEO, video.cpu())
 
     def finish(self) -> Path:
         """Writes the header and gives the file its name.
@@ -138,10 +221,12 @@ class CaptureWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return self.partial.replace(self.path)
+        made = self.partial.replace(self.path)
+        self._journal.path.unlink(missing_ok=True)
+        return made
 
     def close(self) -> None:
-        """Gives up: the `.partial` file stays behind."""
+        """Gives up: the `.partial` file stays behind, for `resume`."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -163,18 +248,25 @@ class CaptureWriter:
         if tuple(value.shape) != expected:
             raise ValueError(f"{name}: shape {tuple(value.shape)}, but the file holds {expected}")
 
-    def _put(self, name: str, value: Tensor) -> None:
+    def _put(self, name: str, value: Tensor) -> str:
+        """Writes the bytes; their sha256."""
         data = value.contiguous().view(torch.uint8).numpy().data
         self._file.seek(self.spec.header_bytes + self.spec.tensors[name].start)
         self._file.write(data)
-        self._digests[name] = hashlib.sha256(data).hexdigest()
+        return hashlib.sha256(data).hexdigest()
 
 
 def _check_finite(name: str, value: Tensor) -> None:
-    bad = ~torch.isfinite(value)
-    if bool(bad.any()):
-        batch, token, head, _ = bad.nonzero()[0].tolist()
+    count, first = 0, None
+    for start, part in zip(range(0, value.shape[1], ROWS), value.split(ROWS, dim=1)):
+        bad = ~torch.isfinite(part)
+        found = int(bad.sum())
+        if found and first is None:
+            batch, token, head, _ = bad.nonzero()[0].tolist()
+            first = (batch, head, start + token)
+        count += found
+    if first is not None:
         raise ValueError(
-            f"{name}: {int(bad.sum())} values are not finite in bfloat16, the first in batch "
-            f"{batch}, head {head}, token {token}; a capture of them would be useless"
+            f"{name}: {count} values are not finite in bfloat16, the first in batch {first[0]}, "
+            f"head {first[1]}, token {first[2]}; a capture of them would be useless"
         )

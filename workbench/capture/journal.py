@@ -1,0 +1,97 @@
+"""Which tensors of an unfinished capture are on disk already, so that a killed run can go on.
+
+A text file beside the `.partial` one. Its first line states what is recorded; then comes one line
+for each write, after the bytes: the checksums of the tensors and, of an entry, its time. The last
+line may be torn by a kill and is then ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workbench.capture.format import CaptureSpec
+
+Times = dict[tuple[int, int], float]
+Digests = dict[str, str]
+
+
+@dataclass
+class Progress:
+    """What has been written: denoising time of every entry, sha256 of every tensor."""
+
+    times: Times = field(default_factory=dict)
+    digests: Digests = field(default_factory=dict)
+
+
+class Journal:
+    """Reads and writes the progress of one recording.
+
+    Args:
+        path: the text file.
+        spec: what is recorded.
+    """
+
+    def __init__(self, path: Path, spec: CaptureSpec) -> None:
+        self.path = path
+        self._facts = facts_of(spec)
+
+    def start(self) -> None:
+        """Begins an empty one."""
+        self.path.write_text(_line(self._facts))
+
+    def add(self, digests: Mapping[str, str], entry: tuple[int, int] | None, time: float) -> None:
+        """Notes tensors whose bytes have been written."""
+        with self.path.open("a") as file:
+            file.write(_line({"sha256": dict(digests), "entry": entry, "time": time}))
+
+    def read(self) -> Progress:
+        """What was noted.
+
+        Raises:
+            ValueError: it belongs to another recording; the message shows what differs.
+        """
+        found = Progress()
+        lines = _lines(self.path)
+        self._compare(lines[0] if lines else {})
+        for line in lines[1:]:
+            found.digests.update(line["sha256"])
+            if line["entry"] is not None:
+                found.times[tuple(line["entry"])] = line["time"]
+        return found
+
+    def _compare(self, theirs: Mapping[str, object]) -> None:
+        names = sorted({*theirs, *self._facts})
+        different = [name for name in names if theirs.get(name) != self._facts.get(name)]
+        if different:
+            listing = "; ".join(
+                f"{name}: {theirs.get(name)!r} there, {self._facts.get(name)!r} now"
+                for name in different
+            )
+            raise ValueError(
+                f"{self.path}: the interrupted recording is another one ({listing}); record with "
+                "its settings, or delete it and its .partial file"
+            )
+
+
+def entries_in(path: Path) -> int:
+    """Writes that a journal notes; 0 where there is none."""
+    return max(0, len(_lines(path)) - 1) if path.is_file() else 0
+
+
+def facts_of(spec: CaptureSpec) -> dict[str, object]:
+    """Everything that two runs must agree on to make one file."""
+    tensors = {name: [tensor.dtype, list(tensor.shape)] for name, tensor in spec.tensors.items()}
+    return {**spec.facts(), "tensors": tensors}
+
+
+def _line(content: Mapping[str, object]) -> str:
+    return json.dumps(content) + "\n"
+
+
+def _lines(path: Path) -> list[dict]:
+    """Every whole line; one without its end was being written when the run was killed."""
+    whole = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
