@@ -250,6 +250,28 @@ def test_refining_needs_a_divisor():
 # -- pictures -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("block", [(64, 128), (128, 64), (128, 128), (192, 64), (64, 64)])
+@pytest.mark.parametrize("tokens", [(320, 2560), (300, 2501), (0, 300), (300, 0)])
+def test_a_coarser_route_is_the_smallest_that_holds_the_route(block, tokens):
+    grid = [-(-length // 64) for length in tokens]
+    route = BlockRoute.from_dense(random_mask((2, 3, *grid), density=0.1), seqlens=tokens)
+    coarse = route.coarsen(block)
+    assert (coarse.block, coarse.seqlens) == (block, tokens)
+    assert torch.equal((coarse.refine((64, 64)) | route).words, coarse.refine((64, 64)).words)
+    assert coarse.density() >= route.density()
+    fine = route.dense()
+    for where in coarse.dense().nonzero().tolist():
+        rows, columns = (n * size // 64 for n, size in zip(where[2:], block))
+        part = fine[where[0], where[1], rows : rows + block[0] // 64]
+        assert part[:, columns : columns + block[1] // 64].any()
+
+
+@pytest.mark.parametrize("block", [(96, 64), (64, 32)])
+def test_only_whole_blocks_are_joined(block):
+    with pytest.raises(ValueError, match="must be whole blocks of this route"):
+        route_of().coarsen(block)
+
+
 @given(
     queries=st.integers(1, 90), keys=st.integers(1, 90), size=st.integers(1, 40),
     seed=st.integers(0, 99),

@@ -240,6 +240,27 @@ class BlockRoute:
         fine = fine[:, :, :queries, :keys]
         return BlockRoute.from_dense(fine, block=block, seqlens=self.seqlens)
 
+    def coarsen(self, block: tuple[int, int]) -> BlockRoute:
+        """The smallest route in larger blocks that holds every pair of this one.
+
+        For implementations that serve larger blocks only. A coarse block is exact where any of its
+        blocks is, so the density grows: compare :meth:`density` before and after. No host
+        synchronisation. ``block`` must be whole blocks of this route.
+        """
+        factors = []
+        for own, wanted in zip(self.block, checks.integer_pair("block", block)):
+            if wanted % own:
+                raise ValueError(f"block={block}: must be whole blocks of this route, {self.block}")
+            factors.append(wanted // own)
+        if factors == [1, 1]:
+            return self
+        height, width = _grid(self.seqlens, block)
+        fine = self.dense()
+        missing = height * factors[0] - fine.shape[2], width * factors[1] - fine.shape[3]
+        fine = pad(fine, (0, missing[1], 0, missing[0])).unflatten(3, (width, factors[1]))
+        coarse = fine.unflatten(2, (height, factors[0])).any(dim=5).any(dim=3)
+        return BlockRoute.from_dense(coarse, block=block, seqlens=self.seqlens)
+
     def _words_of(self, other: BlockRoute) -> Tensor:
         if not isinstance(other, BlockRoute):
             raise TypeError(f"expected a BlockRoute, got {type(other).__name__}")
