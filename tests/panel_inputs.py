@@ -23,9 +23,8 @@ def load(layer: int, step: int) -> QKV:
 
 def capture_of(entries=((1, 3), (1, 9), (4, 9)), load=load) -> SimpleNamespace:
     video = torch.arange(8 * 16 * 20 * 3).remainder(256).to(torch.uint8).reshape(8, 16, 20, 3)
-    return SimpleNamespace(
-        grid=GRID, entries=list(entries), title="synthetic <test>", video=video, load=load
-    )
+    facts = {"grid": GRID, "entries": list(entries), "heads": 2, "head_dim": 32}
+    return SimpleNamespace(**facts, title="synthetic <test>", video=video, load=load)
 
 
 def turn(panel: Any, **knobs: Any) -> None:

@@ -145,6 +145,37 @@ def test_cutoff_and_dense_steps_are_two_handles_of_one_thing(editor: ScheduleEdi
     assert "6 of 40 steps are dense (15% of them)" in editor.summary
 
 
+@pytest.mark.parametrize("cutoff", [0.22, 0.5, 0.999])
+def test_fewer_steps_and_back_leave_the_cutoff_as_it_was(editor: ScheduleEditor, cutoff: float):
+    controls = editor.controls
+    controls.steps.value = 20
+    controls.cutoff.value = cutoff
+    dense = controls.dense_steps.value
+    for steps in (5, 1, 20):
+        controls.steps.value = steps
+        assert controls.cutoff.value == cutoff
+        assert controls.dense_steps.value == editor.schedule.dense_steps
+    assert controls.dense_steps.value == dense
+
+
+@pytest.mark.parametrize("knob", ["shift", "tau", "density", "cutoff"])
+def test_a_knob_that_is_no_number_is_named_and_mended(editor: ScheduleEditor, knob: str):
+    good = getattr(editor.controls, knob).value
+    with pytest.raises(ValueError, match=f"{knob}=nan"):
+        getattr(editor.controls, knob).value = float("nan")
+    assert f"{knob}=nan" in editor.problem
+    assert "below are of the setting before" in editor.problem
+    getattr(editor.controls, knob).value = good
+    assert editor.problem == ""
+
+
+def test_a_picture_of_a_thousand_steps_has_as_many_parts_as_one_of_two():
+    one, other = (views.new_figure().subplots() for _ in range(2))
+    views.draw_schedule(one, [1.0, 0.5], 0.9)
+    views.draw_schedule(other, denoising_times(1000, 3.0)[:-1], 0.9)
+    assert len(one.get_children()) == len(other.get_children())
+
+
 @pytest.mark.parametrize("steps", [1, 7, 20, 50])
 def test_every_number_of_dense_steps_can_be_chosen(steps: int):
     controls = ScheduleControls(2, 4, 3.0)  # without the panel, which would draw each of them

@@ -150,14 +150,17 @@ def test_a_sweep_that_goes_on_is_read_again(tmp_path: Path):
     path = tmp_path / "growing.db"
     with new_store(path, plan(grid={"tau": TAUS}, seeds=[0])) as store:
         store.begin(origin(["sweep"], {}, seeds={}))
-        with pytest.raises(ValueError, match="no case has a result yet"):
-            SweepExplorer(path)
+        early = SweepExplorer(path)
+        assert "no case has a result yet" in early.problem
         for _ in range(2):
             case = store.claim()
             assert case is not None
             store.finish(case, job(case.content()))
         explorer = SweepExplorer(path)
         assert len(explorer.points) == 2
+        early.reload()
+        assert early.problem == ""
+        assert early.points == explorer.points
         run_cases(store, Workers(ThreadPoolExecutor(1), 1, job))
     kept = explorer.setting.value
     explorer.reload()

@@ -45,7 +45,7 @@ def test_it_starts_with_pictures_texts_and_a_measured_error(tuner: ThresholdTune
     assert tuner.frames.startswith(PNG)
     assert tuner.problem == ""
     assert "skip_softmax on implementation" in tuner.what_ran
-    assert tuner.state == SkipState(layer=1, step=3, query_block=1)
+    assert tuner.state == SkipState(layer=1, step=3, log2_threshold=-0.25, query_block=1)
     assert len(tuner.picture) + len(tuner.frames) < 1_000_000
 
 

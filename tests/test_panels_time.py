@@ -240,8 +240,10 @@ def test_an_error_of_a_measurement_is_shown(panel: TimeSplit, monkeypatch: pytes
 def test_a_file_that_is_no_report_is_an_error(tmp_path: Path):
     path = tmp_path / "bad.json"
     path.write_text("[]")
-    with pytest.raises(ValueError, match="is not a report"):
-        TimeSplit(capture_of(), [path], device="cpu")
+    panel = TimeSplit(capture_of(), [path], device="cpu")
+    assert "is not a report" in panel.problem
+    panel.source.value = time_split.HERE
+    assert panel.problem == ""
 
 
 @pytest.mark.parametrize("path", time_split.committed_reports(), ids=lambda path: path.stem)

@@ -27,12 +27,13 @@ def draw_schedule(
         title: e.g. the number of steps and the shift.
     """
     dense = [phase(time, cutoff) == DENSE for time in times]
-    for step, (time, kept) in enumerate(zip(times, dense)):
-        color = ACCENT if kept else MUTED
-        ax.plot([step, step], [0, time], color=color, linewidth=2.2 if kept else 1.0, zorder=3)
-        face = ACCENT if kept else "white"
-        mark = {"markerfacecolor": face, "markeredgecolor": color, "markersize": 5.5}
-        ax.plot(step, time, "s" if kept else "o", zorder=4, **mark)
+    for kept, mark, color, pen in ((True, "s", ACCENT, 2.2), (False, "o", MUTED, 1.0)):
+        steps = [step for step, there in enumerate(dense) if there == kept]
+        at = [times[step] for step in steps]
+        # One artist for each kind: a thousand steps are drawn as fast as twenty.
+        ax.vlines(steps, 0, at, colors=color, linewidths=pen, zorder=3)
+        face = {"markerfacecolor": color if kept else "white", "markeredgecolor": color}
+        ax.plot(steps, at, mark, markersize=5.5, zorder=4, **face)
     ax.set_ylim(0, 1.22)
     ax.set_xlim(-0.8, len(times) - 0.2)
     tidy(ax, xlabel="step", ylabel="denoising time (1 = noisiest)", title=title)

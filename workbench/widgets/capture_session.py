@@ -27,6 +27,8 @@ class CaptureLike(Protocol):
 
     grid: TokenGrid
     entries: list[tuple[int, int]]
+    heads: int
+    head_dim: int
     title: str
 
     @property
@@ -80,6 +82,8 @@ class Recent:
 class CaptureSession:
     """Inputs and dense outputs of a capture; the first sequence of a batch is used.
 
+    Nothing is loaded before it is asked for, so that a panel opens although a call is broken.
+
     Args:
         capture: where q, k, v come from.
         device: where to compute; by default CUDA when there is a GPU.
@@ -92,7 +96,7 @@ class CaptureSession:
         self.capture = capture
         self.device = torch.device(default if device is None else device)
         self._inputs, self._dense = Recent(3), Recent(3)
-        self.heads, self.head_dim = self.inputs(*capture.entries[0]).q.shape[2:]
+        self.heads, self.head_dim = capture.heads, capture.head_dim
 
     @property
     def flops(self) -> float:
@@ -113,6 +117,10 @@ class CaptureSession:
             return QKV(q, k, v, loaded.layer, loaded.step, loaded.time)
 
         return self._inputs.get((layer, step), make)
+
+    def heads_of(self, layer: int, step: int) -> int:
+        """Heads of one call; layers may differ."""
+        return self.inputs(layer, step).q.shape[2]
 
     def dense(self, layer: int, step: int) -> Tensor:
         """Output of the dense call ``[1, T, H, D]``."""

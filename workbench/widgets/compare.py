@@ -76,7 +76,12 @@ class Compare(Panel):
             self._table,
         ]
 
+    def _prepare(self) -> None:
+        """Before any work: the controls offer the heads that the chosen call has."""
+        self.controls.offer_heads(self.session.heads_of(self.state.layer, self.state.step))
+
     def _redraw(self) -> None:
+        self._prepare()
         self.view = view = self.session.view(self.state)
         summary = describe_agreement(view.codes)
         self._picture.show(self._maps.draw(view), f"Maps of A, B and their difference. {summary}")
@@ -89,6 +94,7 @@ class Compare(Panel):
 
     def _call(self) -> None:
         """Each side by itself, so that one that cannot run does not hide the other."""
+        self._prepare()
         state = self.state
         try:
             self._guard(f"{MEASURING} A", partial(self.session.measure, state, state.a))

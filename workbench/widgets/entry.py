@@ -24,6 +24,13 @@ class EntryControls:
         self.head = widgets.Dropdown(options=range(session.heads), description="Head", **NARROW)
         self.layer.observe(self._follow_layer, names="value")
 
+    def offer_heads(self, count: int) -> None:
+        """Another layer may have fewer heads; one that it lacks becomes its last one."""
+        if len(self.head.options) != count:
+            wanted = min(self.head.value, count - 1)
+            self.head.options = range(count)
+            self.head.value = wanted
+
     def _steps(self, layer: int) -> list[int]:
         return [step for known, step in self._entries if known == layer]
 

@@ -26,7 +26,8 @@ class Panel(widgets.VBox):
 
     A subclass gives ``_arrangement``, ``_redraw`` (fast: follows every knob) and, where it has slow
     work, ``_remeasure``, which runs when the knobs rest. An error in either is shown in the panel
-    and logged; to a script, which has no event loop, it is also raised.
+    and logged; to a script, which has no event loop, it is also raised. A panel always opens: an
+    error of its first setting is only shown, so that another setting can mend it.
 
     Args:
         knobs: the controls; a change of any of them asks for both kinds of work.
@@ -34,6 +35,7 @@ class Panel(widgets.VBox):
 
     def __init__(self, knobs: Iterable[widgets.Widget]):
         self._errors: dict[str, Exception] = {}
+        self._opening = True
         self._picture = Picture()
         self._summary, self._ran, self._problem = (widgets.HTML() for _ in range(3))
         self._draw = Debouncer(lambda: self._guard(DRAWING, self._redraw), DRAW_WAIT, DRAW_LIMIT)
@@ -44,6 +46,7 @@ class Panel(widgets.VBox):
             knob.observe(lambda _: self._changed(), names="value")
         self._changed()
         self.flush()
+        self._opening = False
 
     @property
     def picture(self) -> bytes:
@@ -99,7 +102,8 @@ class Panel(widgets.VBox):
             work()
         except Exception as error:
             self._report(doing, error)
-            raise
+            if not self._opening:
+                raise
         else:
             self._errors.pop(doing, None)
         finally:
@@ -113,8 +117,17 @@ class Panel(widgets.VBox):
         self._errors[doing] = error
 
     def _show_state(self) -> None:
-        self._problem.value = texts.problems(self._errors)
+        old = DRAWING in self._errors
+        self._problem.value = texts.problems(self._errors, old=old and bool(self.picture))
+        self._dim(old)
         self._show_what_ran()
+
+    def _dim(self, old: bool) -> None:
+        """What stands below the error goes pale while it belongs to the setting before."""
+        parts = list(self.children)
+        for part in parts[parts.index(self._problem) + 1 :]:
+            if isinstance(part, widgets.DOMWidget):
+                (part.add_class if old else part.remove_class)(texts.OLD)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """With the picture beside the widget, for readers of the notebook without a kernel."""

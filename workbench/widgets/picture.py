@@ -16,9 +16,11 @@ class Picture(widgets.Image):
     description = Unicode("").tag(sync=True)
 
     def __init__(self):
-        super().__init__(format="png", layout={"width": "100%", "max_width": "1240px"})
+        room = {"width": "100%", "max_width": "1240px", "display": "none"}
+        super().__init__(format="png", layout=room)
 
     def show(self, png: bytes, alt: str) -> None:
-        """The next picture and its text."""
+        """The next picture and its text. Until the first one it takes no room."""
         self.value = png
+        self.layout.display = None
         self.tooltip = alt

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import ipywidgets as widgets
 
+from blockattn import checks
 from blockattn.sol import THRESHOLD_TYPES
 from workbench.attention.phase import dense_steps
 from workbench.config import SolAttnConfig
@@ -78,6 +80,7 @@ class ScheduleControls:
             layout={"width": "260px"},
             style={"description_width": "160px"},
         )
+        self._following = False
         self._link()
 
     @property
@@ -106,11 +109,11 @@ class ScheduleControls:
         """The same as a configuration.
 
         Raises:
-            ValueError: as for :attr:`schedule`.
+            ValueError: as for :attr:`schedule`, or tau is not finite.
         """
         cutoff, layers = self._dense()
         return SolAttnConfig(
-            tau=self.tau.get_interact_value(),
+            tau=checks.finite_number("tau", self.tau.get_interact_value()),
             thresh_type=self.thresh_type.get_interact_value(),
             disabled_until_timestep=cutoff,
             dense_layers=layers or None,
@@ -140,13 +143,21 @@ class ScheduleControls:
         self._follow_cutoff()
 
     def _follow_cutoff(self) -> None:
-        """The configuration holds the cutoff, so other steps do not move it."""
-        self.dense_steps.max = len(self.times)
-        self.dense_steps.value = dense_steps(self.times, round(self.cutoff.value, 6))
+        """The number of steps shows the cutoff, and so it never moves it, however short its range.
+
+        A value that gives no steps is left to the panel, which shows what is wrong with it.
+        """
+        with suppress(ValueError):
+            number = dense_steps(self.times, round(self.cutoff.value, 6))
+            self._following = True
+            self.dense_steps.max = self.steps.get_interact_value()
+            self.dense_steps.value = number
+        self._following = False
 
     def _follow_steps(self, number: int) -> None:
-        if dense_steps(self.times, round(self.cutoff.value, 6)) != number:
-            self.cutoff.value = round_cutoff(self.times, number)
+        if not self._following:
+            with suppress(ValueError):
+                self.cutoff.value = round_cutoff(self.times, number)
 
     def _follow_phase(self, wanted: bool) -> None:
         for knob in (self.cutoff, self.dense_steps):

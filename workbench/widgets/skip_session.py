@@ -19,6 +19,7 @@ from workbench.tiles import TileExplanation, explain_tile
 from workbench.widgets.capture_session import CaptureLike, Measured, Recent, TunerSession
 
 LOWEST = -24.0  # log2(lambda): below it float32 weights round to nothing
+START = 0.8  # density at which a tuner opens: most tiles are computed, and some are skipped
 CURVE_LOG2 = [0.25 * n for n in range(int(4 * LOWEST), 1)]
 
 
@@ -91,6 +92,16 @@ class SkipSession(TunerSession):
             return gaps, 1 - gaps.sparsity([2.0**n for n in CURVE_LOG2])[0].cpu()
 
         return self._gaps.get((state.layer, state.step, state.tile), make)
+
+    def start(self, state: SkipState) -> float:
+        """log2 of the smallest lambda at which the state's head skips enough to be seen.
+
+        Data differ by many powers of two, so no one number shows something on all of them. Where
+        none does it is the largest below lambda = 1, which would drop a row's largest score.
+        """
+        density = self.gaps(state)[1][state.head].tolist()
+        below = list(zip(CURVE_LOG2, density))[:-1]
+        return next((n for n, there in below if there <= START), below[-1][0])
 
     def view(self, state: SkipState) -> SkipView:
         """Everything that a picture needs at once."""

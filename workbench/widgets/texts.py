@@ -19,6 +19,8 @@ ALERT = (
     "color:#8c1d18;background:#fdf1f0;font-size:13px;white-space:pre-wrap"
 )
 
+OLD = "wb-old"  # class of what belongs to a setting before
+
 TABLE_STYLE = """<style>
 .wb-table {overflow-x: auto; font-size: 12px; line-height: 1.35}
 .wb-table table {margin: 6px 0}
@@ -82,13 +84,21 @@ def what_ran(
     return status(body)
 
 
-def problems(errors: Mapping[str, Exception]) -> str:
-    """Every open error with a sign and its text; empty without one."""
-    texts = (
+def problems(errors: Mapping[str, Exception], *, old: bool = False) -> str:
+    """Every open error with a sign and its text; empty without one.
+
+    Args:
+        errors: by what was being done.
+        old: the picture and the numbers below are still there, of a setting before.
+    """
+    texts = [
         f'<div role="alert" style="{ALERT}">⚠ <b>Error while {escape(doing)}:</b> '
         f"{escape(type(error).__name__)}: {escape(str(error))}</div>"
         for doing, error in errors.items()
-    )
+    ]
+    if old:
+        note = "The picture and the numbers below are of the setting before."
+        texts.append(f"<style>.{OLD} {{opacity: 0.35}}</style>{lines(note)}")
     return "".join(texts)
 
 

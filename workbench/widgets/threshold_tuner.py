@@ -15,6 +15,7 @@ from workbench.widgets.skip_session import (
     CURVE_LOG2,
     LOWEST,
     SkipSession,
+    SkipState,
     SkipView,
     describe_threshold,
 )
@@ -25,7 +26,7 @@ class ThresholdTuner(Tuner):
     """Interactive tuning of SkipSoftmax on one capture.
 
     Pictures follow the controls at once, from gaps that serve every threshold. When the controls
-    rest, the real call runs and is compared with dense.
+    rest, the real call runs and is compared with dense. It opens at a threshold that skips something.
 
     Args:
         capture: a :class:`workbench.capture.reader.Capture`, or anything with the same attributes.
@@ -36,10 +37,18 @@ class ThresholdTuner(Tuner):
     """
 
     def __init__(self, capture: CaptureLike, device: torch.device | str | None = None):
+        self._fresh = True
         session, grid = SkipSession(capture, device), capture.grid
         frames = FramesPanel(grid.shape, capture.video, title_of, "query tile", "skipped")
         edges = {tile: decisions.frame_edges(grid, tile) for tile in TILES}
         super().__init__(session, SkipControls(session), SkipPanel(edges), frames)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        if self._fresh and self.state.log2_threshold == SkipState.log2_threshold:
+            self._fresh = False
+            self.controls.log2_threshold.value = self.session.start(self.state)
+        self._fresh = False
 
     def _setting(self) -> tuple[SkipSoftmaxConfig, list[str]]:
         state, keys = self.state, self.session.capture.grid.tokens

@@ -146,8 +146,8 @@ class TimeSplit(Panel):
         source = self.source.get_interact_value()
         report = self._live if source == HERE else from_report(files.load(source))
         self.report = report
-        self._picture.layout.display = "none" if report is None else None
         if report is None:
+            self._picture.layout.display = "none"
             self._summary.value, self._table.value = texts.lines("Press “Measure here”."), ""
             return
         lines = [report.where, *describe_split(report)]

@@ -34,6 +34,10 @@ class TunerControls(Protocol):
         """Of the session's own kind, with ``head`` and ``query_block``."""
         ...
 
+    def offer_heads(self, count: int) -> None:
+        """Lets one choose among so many heads."""
+        ...
+
     def top(self) -> widgets.Widget:
         """Where to look and the method's knobs."""
         ...
@@ -153,6 +157,7 @@ class Tuner(Panel):
 
     def _redraw(self) -> None:
         """The fast part: everything that follows from one pass over q and k."""
+        self._prepare()
         state = self.state
         self.view = view = self.session.view(state)
         selection = decisions.describe_selection(view.selected, view.own)
@@ -162,12 +167,17 @@ class Tuner(Panel):
         self._pair_text.value = texts.lines(self._explain(view), selection)
         self._yaml.value = texts.configuration(self.config)
 
+    def _prepare(self) -> None:
+        """Before any work: the controls offer what the chosen call has."""
+        self.controls.offer_heads(self.session.heads_of(self.state.layer, self.state.step))
+
     def _remeasure(self) -> None:
         """The slow part, unless it is too slow to follow the controls."""
         if self.session.automatic:
             self._call()
 
     def _call(self) -> None:
+        self._prepare()
         self.session.measure(self.state)
         drawn = self.view is not None and self.view.state == self.state
         # A picture that is still to be drawn will hold the errors anyway.
