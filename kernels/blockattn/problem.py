@@ -57,11 +57,10 @@ class BlockSummary:
 
 @dataclass(frozen=True)
 class Plan:
-    """A route with its tail, and the route's index lists where routing already made them."""
+    """A route with its tail."""
 
     route: BlockRoute
     tail: BlockSummary
-    lists: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -134,13 +133,15 @@ class Problem:
 class Result:
     """Output ``[B, Tq, Hq, D]``; LSE float32 ``[B, Hq, Tq]`` and skipped tiles when traced.
 
-    An implementation that takes codes says which formats it emulated; others leave ``None``.
+    An implementation that takes codes says which formats it emulated; others leave ``None``. One
+    that had to get its kernel for this call says how.
     """
 
     out: Tensor
     lse: Tensor | None = None
     skipped: BlockRoute | None = None
     emulated: tuple[str, ...] | None = None
+    loaded: str | None = None
 
 
 def check_route(route: object, problem: Problem) -> BlockRoute:

@@ -249,7 +249,7 @@ def sol_attention(
     problem = make_problem(
         query, key, value, route=plan.route, tail=plan.tail, scale=scale, want_trace=return_trace
     )
-    return run(replace(problem, lists=plan.lists), impl)
+    return run(problem, impl)
 
 
 def _plan(
@@ -257,7 +257,7 @@ def _plan(
 ) -> Plan:
     """Route and summaries, by the GPU's kernels where the call will run on them."""
     call = make_problem(q, k, v)
-    if impl not in ("auto", "triton") or triton.obstacles(call):
+    if impl not in ("auto", "triton", "cute") or triton.obstacles(call):
         route = sol_route(q, k, tau=tau, thresh_type=thresh_type, **routing)
         return Plan(route, BlockSummary.of(k, v))
     from blockattn.impl.triton import plan

@@ -25,6 +25,7 @@ class AttentionTrace:
         lse: float32 ``[B, H, Tq]``, natural log, ``-inf`` for rows without keys.
         reachable: valid block pairs (all, or the causal half).
         emulated: number formats that were emulated because no matrix unit here takes them.
+        loaded: how the kernel came into the process, where this call had to compile or load it.
     """
 
     algorithm: str
@@ -35,6 +36,7 @@ class AttentionTrace:
     lse: Tensor
     reachable: BlockRoute
     emulated: tuple[str, ...] = ()
+    loaded: str | None = None
 
     @cached_property
     def computed(self) -> BlockRoute:
@@ -54,6 +56,8 @@ class AttentionTrace:
             lines[0] += f", {int(self.skipped.counts().sum())} tiles skipped"
         if self.emulated:
             lines.append(f"emulated: {', '.join(self.emulated)}")
+        if self.loaded:
+            lines.append(self.loaded)
         return "\n".join([*lines, *(f"not {reason}" for reason in self.reasons)])
 
 
@@ -73,4 +77,5 @@ def make_trace(
         skipped=result.skipped,
         lse=result.lse,
         reachable=problem.reachable(block),
+        loaded=result.loaded,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from blockattn import sol, sol_attention
 from blockattn.layout import BLOCK, num_blocks
 from blockattn.problem import make_problem
+from blockattn.route import BlockRoute
 from workbench.bench.cases import Case, Run
 from workbench.bench.inputs import KINDS, QKV, describe
 from workbench.bench.roofline import attention_work
@@ -87,15 +88,19 @@ def sol_parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
     q_mean, k_mean, *_ = prepare.summarise(q, k, v, BLOCK)
     keys = prepare.center_keys(k_mean)
     made = plan(q, k, v, **knobs)
+
+    def listed(route: BlockRoute) -> tuple[Tensor, Tensor]:
+        return lists.row_lists(route.words, route.grid[1])
+
     problem = make_problem(q, k, v, route=made.route, tail=made.tail)
-    problem = replace(problem, lists=made.lists)
+    problem = replace(problem, lists=listed(made.route))
     return {
         "summarise": lambda: prepare.summarise(q, k, v, BLOCK),
         "center keys": lambda: prepare.center_keys(k_mean),
         "select": lambda: select.select(q_mean, keys, **knobs),
-        "lists": lambda: lists.row_lists(made.route.words, made.route.grid[1]),
+        "lists": lambda: listed(made.route),
         "prepare": lambda: prepare.center_keys(prepare.summarise(q, k, v, BLOCK)[1]),
-        "prepare + route": lambda: plan(q, k, v, **knobs),
+        "prepare + route": lambda: listed(plan(q, k, v, **knobs).route),
         "attend": lambda: launch.run(problem),
     }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from blockattn import checks
 from blockattn.errors import Reason, UnsupportedError
-from blockattn.impl import eager, reference, triton
+from blockattn.impl import cudnn, cute, eager, flash, reference, triton
 from blockattn.problem import Problem, Result
 
 
@@ -27,6 +27,7 @@ class Implementation:
         run: executes a call that has no obstacles.
         rounds_p: can round probabilities to e4m3, as kernels with FP8 values do.
         takes_codes: reads the encoded operands of a quantised call, not decoded ones.
+        cause: the exception with which its package failed to import, once it has been tried.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Implementation:
     run: Callable[[Problem], Result]
     rounds_p: bool = False
     takes_codes: bool = False
+    cause: Callable[[], Exception | None] = lambda: None
 
     def why_not(self) -> str | None:
         """Why nothing can run on this machine with it, ``None`` when it works here."""
@@ -45,6 +47,9 @@ _FASTEST_FIRST = (
     Implementation(
         "triton", triton.SUMMARY, triton.obstacles, triton.run, rounds_p=True, takes_codes=True
     ),
+    Implementation("cute", cute.SUMMARY, cute.obstacles, cute.run),
+    Implementation("cudnn", cudnn.SUMMARY, cudnn.obstacles, cudnn.run, cause=cudnn.LIBRARY.cause),
+    Implementation("flash", flash.SUMMARY, flash.obstacles, flash.run, cause=flash.LIBRARY.cause),
     Implementation("eager", eager.SUMMARY, eager.obstacles, eager.run),
     Implementation(
         "reference", reference.SUMMARY, reference.obstacles, reference.run, rounds_p=True
@@ -68,20 +73,40 @@ def check_name(impl: object) -> str:
 
 
 def _order(problem: Problem) -> tuple[Implementation, ...]:
-    """Fastest first; a plain dense call is fastest in torch's own attention, which eager calls."""
-    if problem.plain and not problem.round_p:
-        return tuple(sorted(_FASTEST_FIRST, key=lambda item: item.name == "triton"))
-    return _FASTEST_FIRST
+    """Fastest first. A plain dense call is faster in torch's own attention, which eager calls, than
+    in the kernels of this project; on a Hopper GPU a library is faster still for some calls."""
+    library = _faster_library(problem)
+    plain = problem.plain and not problem.round_p
+
+    def place(item: Implementation) -> int:
+        if item.name == library:
+            return -1
+        return int(plain and item.name in ("triton", "cute"))
+
+    return tuple(sorted(_FASTEST_FIRST, key=place))
+
+
+def _faster_library(problem: Problem) -> str | None:
+    """What was measured to be ahead of everything else (docs/bench/h200.json): flash-attn-4 on
+    dense calls, cuDNN on plain block masks of 64 x 64; flash-attn-4 also on larger blocks, which
+    only libraries serve. With a tail or padded blocks neither was measured."""
+    if problem.plain:
+        return "flash"
+    if problem.algorithm != "block_mask" or problem.block_lengths is not None:
+        return None
+    return "cudnn" if problem.block == (64, 64) else "flash"
 
 
 def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[Reason, ...]]:
     """The implementation for a call and the reasons against each faster one.
 
     Raises:
-        UnsupportedError: a named ``impl`` cannot serve the call; all its reasons are listed.
+        UnsupportedError: a named ``impl`` cannot serve the call; all its reasons are listed, and
+            the failed import of a package is its cause.
     """
     check_name(impl)
     against: list[Reason] = []
+    cause: Exception | None = None
     for item in _order(problem):
         if impl not in ("auto", item.name):
             continue
@@ -91,4 +116,6 @@ def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[
         if not found:
             return item, tuple(against)
         against += found
-    raise UnsupportedError(f"impl={impl!r} cannot serve this {problem.algorithm} call", against)
+        cause = cause or item.cause()
+    text = f"impl={impl!r} cannot serve this {problem.algorithm} call"
+    raise UnsupportedError(text, against) from cause

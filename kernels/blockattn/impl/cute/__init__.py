@@ -2,3 +2,103 @@
 
 Nothing here imports the compiler or the loader before a call on such a GPU asks for a kernel.
 """
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from blockattn.impl.cute.variant import DTYPES, HEAD_DIMS
+from blockattn.problem import Problem, Result
+
+SUMMARY = "attention for Hopper in CuTe DSL"
+DEVICES = ("cuda",)
+BLOCK = (64, 64)
+SKIP_TILES = ((64, 64), (128, 128))
+NEEDS = {"tvm_ffi": "apache-tvm-ffi", "triton": "triton"}  # to load, and to make lists
+
+
+def obstacles(problem: Problem | None) -> list[str]:
+    """Every static reason why the kernel cannot serve a call, or run here at all."""
+    if problem is None:
+        return _machine_obstacles(torch.device("cuda")) or _package_obstacles(None)
+    machine = _machine_obstacles(problem.q.device)
+    found = machine + _tensor_obstacles(problem) + _tile_obstacles(problem)
+    return found or _package_obstacles(problem)
+
+
+def run(problem: Problem) -> Result:
+    """Executes a call without obstacles; nothing is read back from the device."""
+    from blockattn.impl.cute import launch
+
+    return launch.run(problem)
+
+
+def _machine_obstacles(device: torch.device) -> list[str]:
+    if device.type not in DEVICES:
+        return [f"q is on {device}, needs a CUDA GPU"]
+    if not torch.cuda.is_available():
+        return ["needs a CUDA GPU of compute capability 9.0"]
+    have = torch.cuda.get_device_capability(device)
+    if have[0] == 9:
+        return []
+    name = torch.cuda.get_device_name(device)
+    return [f"{name} has compute capability {have[0]}.{have[1]}, serves 9.x alone"]
+
+
+def _package_obstacles(problem: Problem | None) -> list[str]:
+    """What is missing to load a kernel, and to compile it unless it is kept already."""
+    for name, package in NEEDS.items():
+        if find_spec(name) is None:
+            return [f"the package {package} is not installed"]
+    try:
+        import tvm_ffi  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except (ImportError, OSError) as error:
+        return [f"the package apache-tvm-ffi cannot be imported: {error}"]
+    from blockattn.impl.cute import build, cache, launch
+    from blockattn.impl.cute.variant import variant_of
+
+    if problem is not None and cache.kept(variant_of(problem), launch.ARCH):
+        return []
+    reason = build.why_not_here()
+    return [] if reason is None else [str(reason)]
+
+
+def _tensor_obstacles(problem: Problem) -> list[str]:
+    found = []
+    dtype, dim = problem.q.dtype, problem.q.shape[3]
+    if problem.operands is not None:
+        found.append("quantised operands")
+    if problem.round_p:
+        found.append("does not round probabilities to e4m3 (round_p=True)")
+    if dtype not in DTYPES:
+        found.append(f"dtype {dtype}, serves bfloat16 and float16")
+    if dim not in HEAD_DIMS:
+        found.append(f"head dim {dim}, serves {' and '.join(map(str, HEAD_DIMS))}")
+    if not all(_fits(x) for x in (problem.q, problem.k, problem.v)):
+        found.append("q, k or v does not lie at whole 16 bytes in memory, or repeats an axis")
+    return found
+
+
+def _fits(x: torch.Tensor) -> bool:
+    """The tensor memory accelerator can read x: whole 16 bytes everywhere, no axis repeated."""
+    used = [stride for stride, size in zip(x.stride()[:3], x.shape[:3]) if size > 1]
+    whole = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in used)
+    return whole and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+
+
+def _tile_obstacles(problem: Problem) -> list[str]:
+    found = []
+    if problem.route is not None and problem.route.block != BLOCK:
+        found.append(f"route blocks {problem.route.block}, serves {BLOCK}")
+    if problem.skip_threshold is None:
+        return found
+    tile = problem.skip_tile
+    if tile not in SKIP_TILES:
+        found.append(f"skip_tile={tile}, serves {' and '.join(map(str, SKIP_TILES))}")
+    elif tile != BLOCK and (problem.route is not None or problem.block_lengths is not None):
+        found.append(f"skip_tile={tile} with a route or padded blocks, serves {BLOCK}")
+    if problem.skip_reference != "exact":
+        found.append(f"skip_reference={problem.skip_reference!r}, serves 'exact'")
+    return found

@@ -75,4 +75,3 @@ def variant_of(problem: Problem) -> Variant:
         lse=problem.want_trace,
         device_scales=any(isinstance(x, Tensor) for x in (problem.scale, problem.scale_output)),
     )
-

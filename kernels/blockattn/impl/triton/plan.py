@@ -1,10 +1,9 @@
-"""Sol-Attn's preparation on the GPU: route, summaries and index lists without a host sync."""
+"""Sol-Attn's preparation on the GPU: route and summaries without a host sync."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from blockattn.impl.triton.lists import row_lists
 from blockattn.impl.triton.prepare import center_keys, summarise
 from blockattn.impl.triton.select import select
 from blockattn.layout import BLOCK
@@ -25,6 +24,8 @@ def plan(
     exact: bool,
 ) -> Plan:
     """What :func:`blockattn.sol_attention` hands to ``attend``, from one pass over q, k, v.
+
+    Index lists are made by the implementation that runs, as each walks lists of its own form.
 
     Args:
         q: ``[B, T, Hq, D]``; k, v: ``[B, T, Hk, D]``.
@@ -47,4 +48,4 @@ def plan(
     tokens = q.shape[1]
     route = BlockRoute(chosen.words, (BLOCK, BLOCK), (tokens, tokens))
     tail = BlockSummary(k_mean, v_sum, lengths)
-    return Plan(route, tail, row_lists(chosen.words, route.grid[1]))
+    return Plan(route, tail)

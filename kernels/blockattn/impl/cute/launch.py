@@ -1,0 +1,102 @@
+"""Host side of the CuTe kernel: buffers, lists of block pairs, one launch on torch's stream.
+
+Nothing is read back from the device and nothing depends on its contents, so a call can be captured
+in a CUDA graph once its kernel is loaded, which the first call does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from blockattn.impl.cute import cache
+from blockattn.impl.cute.variant import Variant, variant_of
+from blockattn.impl.triton.lists import pair_lists
+from blockattn.impl.triton.words import map_words
+from blockattn.layout import num_blocks
+from blockattn.problem import Problem, Result
+from blockattn.route import BlockRoute
+
+ARCH = "sm_90a"
+
+
+def run(problem: Problem, pairs: tuple[Tensor, Tensor] | None = None) -> Result:
+    """Executes a call without obstacles.
+
+    Args:
+        pairs: of the route, where :func:`blockattn.impl.triton.lists.pair_lists` already made them.
+    """
+    batch, queries, heads, _ = problem.q.shape
+    out = torch.empty_like(problem.q, memory_format=torch.contiguous_format)
+    lse = dropped = load = None
+    if problem.want_trace:
+        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
+    if problem.skip_threshold is not None:
+        tiles = (num_blocks(tokens, problem.skip_tile[0]) for tokens in problem.seqlens)
+        dropped = torch.zeros(batch, heads, *tiles, dtype=torch.int8, device=out.device)
+    if problem.k.numel() == 0:
+        out.zero_()
+        lse = lse if lse is None else lse.fill_(-math.inf)
+    elif out.numel():
+        load = _launch(problem, pairs, out, lse, dropped)
+    skipped = None
+    if dropped is not None and problem.want_trace:
+        skipped = BlockRoute(map_words(dropped), problem.skip_tile, problem.seqlens)
+    return Result(out, lse, skipped, loaded=None if load is None else str(load))
+
+
+def _launch(
+    problem: Problem,
+    pairs: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    lse: Tensor | None,
+    dropped: Tensor | None,
+) -> cache.Load | None:
+    variant = variant_of(problem)
+    kernel, load = cache.kernel(variant, ARCH)
+    route, tail = problem.route, problem.tail
+    index = count = words = None
+    if route is not None:
+        index, count = pairs or pair_lists(route.words, route.grid[1])
+        words = _packed(route.words) if variant.tail else None
+    summaries = (None, None, None)
+    if tail is not None:
+        summaries = tuple(_packed(x) for x in (tail.k_mean, tail.v_sum, tail.lengths))
+    lengths = None if problem.block_lengths is None else _packed(problem.block_lengths)
+    limit = math.log2(problem.skip_threshold) if problem.skip_threshold else -math.inf
+    with torch.cuda.device(out.device):
+        kernel(
+            *(_regular(x) for x in (problem.q, problem.k, problem.v)), out, lse,
+            index, count, words, *summaries, lengths, dropped, *_scales(problem, variant), limit,
+        )  # fmt: skip
+    return load
+
+
+def _packed(x: Tensor) -> Tensor:
+    """x, copied only where it has gaps or does not begin at whole 16 bytes."""
+    packed = x.contiguous()
+    return packed if packed.data_ptr() % 16 == 0 else packed.clone()
+
+
+def _regular(x: Tensor) -> Tensor:
+    """x, with legal strides for axes of one, whose strides are never used but looked at."""
+    if all(size > 1 or stride % 8 == 0 for size, stride in zip(x.shape, x.stride())):
+        return x
+    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride()[:3])]
+    return x.as_strided(x.shape, (*strides, 1))
+
+
+def _scales(problem: Problem, variant: Variant) -> tuple[float | Tensor, float | Tensor]:
+    """Both scales as numbers, or both as one float32 element on the device."""
+    scales = problem.scale, problem.scale_output
+    if not variant.device_scales:
+        return scales
+    first, second = (
+        x.reshape(1)
+        if isinstance(x, Tensor)
+        else torch.full((1,), x, dtype=torch.float32, device=problem.q.device)
+        for x in scales
+    )
+    return first, second
