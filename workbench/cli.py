@@ -15,6 +15,7 @@ import typer
 
 from workbench import __version__
 from workbench.calibrate.commands import calibrate, solve
+from workbench.profiles.commands import apply
 from workbench.sweep.commands import sweep
 
 if TYPE_CHECKING:
@@ -206,6 +207,17 @@ def capture(
     at_steps: Annotated[str, typer.Option(help="Sampler steps to keep, such as 4,12.")] = "2,16",
     grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,16,16",
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 = none.")] = 2.0,
+    heads: Annotated[
+        str | None, typer.Option(help="Heads to keep, such as 0,2; all if left out.")
+    ] = None,
+    query_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep this many blocks of 64 query rows, spread evenly; all if left out."
+        ),
+    ] = None,
+    order: Annotated[str, typer.Option(help="Token order: raster, tile or morton.")] = "raster",
+    resume: Annotated[bool, typer.Option(help="Go on with an interrupted recording.")] = False,
     limit_mb: Annotated[int, typer.Option(help="Refuse a larger file (MiB).")] = 1024,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
@@ -213,23 +225,33 @@ def capture(
 
     The defaults are those of the bundled capture.
     """
+    from math import prod
+
+    from workbench.capture import recording_memory, spread_blocks
     from workbench.capture.recorder import SamplingPlan, record_sampling
     from workbench.devices import choose_device
     from workbench.models import load_model
 
-    model = load_model(weights, device=choose_device(device))
+    chosen = choose_device(device)
+    model, sizes = load_model(weights, device=chosen), _grid(grid)
     plan = SamplingPlan(
         layers=_integers("layers", layers),
         at_steps=_integers("at_steps", at_steps),
         label=int(label) if label.isdecimal() else label,
-        grid=_grid(grid),
+        grid=sizes,
         steps=steps,
         seed=seed,
         guidance=guidance,
+        heads=None if heads is None else _integers("heads", heads),
+        query_blocks=None if query_blocks is None else spread_blocks(prod(sizes), query_blocks),
+        order=order,
     )
-    typer.echo(f"{out}: will take {plan.spec(model).total_bytes:,} bytes")
-    made = record_sampling(model, plan, out, limit_bytes=limit_mb * 2**20, progress=_terminal())
-    _say_made(made)
+    spec = plan.spec(model)
+    host, on_device = recording_memory(spec, gpu=chosen.type == "cuda")
+    typer.echo(f"{out}: will take {spec.total_bytes:,} bytes")
+    typer.echo(f"recording takes up to {host:,} bytes of memory, {on_device:,} on the GPU")
+    limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}
+    _say_made(record_sampling(model, plan, out, **limits, progress=_terminal()))
 
 
 @app.command()
@@ -407,6 +429,7 @@ def show(
 app.add_typer(sweep, name="sweep")
 app.command()(calibrate)
 app.command()(solve)
+app.command()(apply)
 bench = typer.Typer(help="Measure what the project claims about speed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

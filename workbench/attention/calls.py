@@ -15,6 +15,8 @@ from torch import Tensor
 from blockattn import (
     AttentionTrace,
     QuantRecipe,
+    TokenGrid,
+    UnsupportedError,
     quantised_attention,
     skip_softmax_attention,
     sol_attention,
@@ -55,7 +57,7 @@ class Sol:
     """Sol-Attn. The query rows of the sink are computed again by the dense baseline.
 
     A sink holds text or conditioning: its keys are exact for every query, and its own rows, few and
-    sensitive, must not be sparse either.
+    sensitive, must not be sparse either. Text tokens that a call names are its sink.
     """
 
     tau: float
@@ -72,14 +74,27 @@ class Sol:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: Any, *, trace: bool) -> Outcome:
         settings = {"tau": self.tau, "thresh_type": self.thresh_type, "impl": self.impl}
-        sink = {"sink_start": self.sink_start, "sink_tokens": self.sink_tokens}
+        start, count = self._sink(q.shape[1], call)
+        sink = {"sink_start": start, "sink_tokens": count}
         result = sol_attention(q, k, v, **settings, **sink, return_trace=trace)  # pyright: ignore[reportArgumentType]
         out, found = result if trace else (result, None)
-        if self.sink_tokens:
-            start = q.shape[1] - self.sink_tokens if self.sink_start is None else self.sink_start
-            rows = slice(start, start + self.sink_tokens)
+        if count:
+            rows = slice(start, start + count)
             out[:, rows] = self.dense(q[:, rows], k, v, call)
         return out, found
+
+    def _sink(self, tokens: int, call: Any) -> tuple[int | None, int]:
+        """First token and length of the sink of a call."""
+        prefix, suffix = text_tokens(call)
+        if not prefix and not suffix:
+            whole = self.sink_start is None and self.sink_tokens
+            return (tokens - self.sink_tokens if whole else self.sink_start), self.sink_tokens
+        if self.sink_tokens or (prefix and suffix):
+            raise UnsupportedError(
+                f"layer {call.layer}: one sink is served, but the call has {prefix} text tokens in "
+                f"front, {suffix} behind, and sink_tokens={self.sink_tokens}; leave sink_tokens out"
+            )
+        return (0, prefix) if prefix else (tokens - suffix, suffix)
 
     def knobs(self) -> Knobs:
         return (
@@ -171,7 +186,7 @@ class Vsa:
             q,
             k,
             v,
-            grid=call.grid,
+            grid=_grid_of(call),
             gate_compress=gate,
             sparsity=self.sparsity,
             impl=self.impl,
@@ -181,6 +196,12 @@ class Vsa:
 
     def knobs(self) -> Knobs:
         return (("vsa_sparsity", self.sparsity), ("gate", self.gate), ("impl", self.impl))
+
+
+def _grid_of(call: Any) -> Any:
+    """Where the tokens of a call are: its grid in the order in which its model runs."""
+    order = getattr(call, "order", "raster")
+    return call.grid if order == "raster" else TokenGrid(tuple(call.grid), order=order)
 
 
 @dataclass(frozen=True)
@@ -215,6 +236,11 @@ class Quantised:
     def knobs(self) -> Knobs:
         recipe = (self.recipe.qk_dtype, self.recipe.v_dtype, self.recipe.v_scale)
         return (("recipe", recipe),)
+
+
+def text_tokens(call: Any) -> tuple[int, int]:
+    """Text tokens (before, after) the video's in the sequence of a call."""
+    return getattr(call, "prefix", 0), getattr(call, "suffix", 0)
 
 
 # Reasons of :func:`obstacle`, in its order.

@@ -1,7 +1,9 @@
 """Captures: q, k, v that a model produced, with where they came from."""
 
 from workbench.capture.format import CaptureSpec
+from workbench.capture.memory import recording_memory
 from workbench.capture.reader import QKV, Capture, open_capture
+from workbench.capture.selection import Selection, spread_blocks
 from workbench.capture.writer import CaptureWriter
 
 __all__ = [
@@ -9,5 +11,8 @@ __all__ = [
     "Capture",
     "CaptureSpec",
     "CaptureWriter",
+    "Selection",
     "open_capture",
+    "recording_memory",
+    "spread_blocks",
 ]

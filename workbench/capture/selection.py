@@ -99,7 +99,8 @@ class Picker:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The kept part of each, `[B, rows, heads, D]`; a tensor of which all is kept as it is."""
         self._move(q.device)
-        return _cut(q, self._rows, self._heads), *(_cut(x, None, self._key_heads) for x in (k, v))
+        k, v = (_cut(x, None, self._key_heads) for x in (k, v))
+        return _cut(q, self._rows, self._heads), k, v
 
     def _move(self, device: torch.device) -> None:
         for name in ("_rows", "_heads", "_key_heads"):

@@ -186,7 +186,9 @@ class CaptureWriter:
         for part, value in zip(PARTS, (q, k, v)):
             name = tensor_name(layer, step, part)
             self._check_shape(name, value)
-            rounded = value.detach().to("cpu", torch.bfloat16)
+            rounded = value.detach().to(
+                "cpu", torch.bfloat16, memory_format=torch.contiguous_format
+            )
             _check_finite(name, rounded)
             digests[name] = self._put(name, rounded)
         self._file.flush()

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from blockattn import TokenGrid
+
 from .moving_shapes import CLASS_NAMES
 from .rope import axis_channels, rotate, rotation_table
 
@@ -32,6 +34,10 @@ class AttentionCall:
     # VSA's gate of the coarse branch, [B, T, H, D] like q; None in a model that has none. It is
     # data of the call, not part of where it comes from, so comparisons leave it out.
     gate: Tensor | None = field(default=None, compare=False, repr=False)
+    order: str = "raster"  # of the tokens in q, k, v: raster, tile or morton (TokenGrid)
+    # Text tokens before and after those of the grid, in models where text and video attend jointly.
+    prefix: int = 0
+    suffix: int = 0
 
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionCall], Tensor]
@@ -177,6 +183,7 @@ class VideoDiT(nn.Module):
         *,
         attention: AttentionFn = dense_attention,
         step: int | None = None,
+        order: str = "raster",
     ) -> Tensor:
         """Predict velocity = noise - video.
 
@@ -187,6 +194,9 @@ class VideoDiT(nn.Module):
             label: int64 [B], class or `config.null_label`.
             attention: called `depth` times with q, k, v [B, T, H, D] and an `AttentionCall`.
             step: sampler step index for `AttentionCall`; None outside sampling.
+            order: token order in which the blocks run, of `TokenGrid`: raster, tile or morton.
+                Tokens and rotations are put in it once before the blocks and back after them, so
+                the velocity is the same but for rounding.
 
         Returns:
             Velocity, shape and dtype of x.
@@ -199,11 +209,16 @@ class VideoDiT(nn.Module):
             grid, self.config.head_dim, theta=self.config.rope_theta, device=x.device
         )
         tokens = self.embed(self._patchify(x, grid))
+        places = TokenGrid(grid, order=order)
+        if order != "raster":
+            tokens, table = places.arrange(tokens), places.arrange(table)
         for layer, block in enumerate(self.layers()):
             q, k, v = block.project(tokens, shared, table)
             gate = block.gate(tokens, shared)
-            mixed = attention(q, k, v, AttentionCall(layer, step, host_time, grid, gate))
+            mixed = attention(q, k, v, AttentionCall(layer, step, host_time, grid, gate, order))
             tokens = block.finish(tokens, mixed, shared)
+        if order != "raster":
+            tokens = places.restore(tokens)
         shift, scale = (condition[:, None] + self.final_modulation).unbind(1)
         return self._unpatchify(self.final(modulate(tokens, shift, scale)), grid).to(x.dtype)
 

@@ -79,6 +79,7 @@ def sample(
     attention: AttentionFn = dense_attention,
     guidance: float = 2.0,
     shift: float = 3.0,
+    order: str = "raster",
     progress: bool = False,
 ) -> Tensor:
     """Generate one video per label.
@@ -94,6 +95,7 @@ def sample(
             Otherwise the conditional and unconditional halves run as one batch: attention sees
             2 B samples, the first B with their class, the last B without.
         shift: see `denoising_times`.
+        order: token order in which the blocks run, see `VideoDiT.forward`.
         progress: show a progress bar.
 
     Returns:
@@ -111,7 +113,7 @@ def sample(
 
     def velocity(x: Tensor, time: float, step: int) -> Tensor:
         both = x if guidance == 1 else torch.cat([x, x])
-        v = model(both.to(dtype), time, label, attention=attention, step=step).float()
+        v = model(both.to(dtype), time, label, attention=attention, step=step, order=order).float()
         if guidance == 1:
             return v
         with_class, without = v.chunk(2)

@@ -1,0 +1,32 @@
+"""How much memory recording takes beside the model, known before it starts."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from workbench.capture.background import BUFFERS, host_bytes
+from workbench.capture.format import PARTS, CaptureSpec
+from workbench.capture.writer import ROWS
+
+
+class Memory(NamedTuple):
+    """Bytes on the host and on the GPU."""
+
+    host: int
+    device: int
+
+
+def recording_memory(spec: CaptureSpec, *, gpu: bool = False) -> Memory:
+    """The most that a recorder of this spec takes, for models of up to 4 bytes a number.
+
+    On a CPU: the chosen part of q, k and v as the model has it, the copy of one of them in
+    bfloat16, and a check of a few rows. On a GPU: pinned buffers on the host; on the device the
+    chosen part and a copy for every buffer.
+    """
+    chosen = 0 if spec.selection.whole else 2 * spec.entry_bytes
+    if gpu:
+        return Memory(host_bytes(spec), chosen + BUFFERS * spec.entry_bytes)
+    largest = max(math.prod(spec.part_shape(part)) for part in PARTS)
+    check = 8 * ROWS * spec.batch * spec.head_dim * max(spec.heads, 1)
+    return Memory(chosen + 2 * largest + check, 0)
