@@ -48,6 +48,7 @@ LAYERS = (
         "workbench.show",
         "workbench.export",
         "workbench.calibrate",
+        "workbench.profiles",
     },
     {"workbench.views"},
     {"analysis"},

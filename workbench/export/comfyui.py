@@ -78,6 +78,31 @@ def read(text: str, place: Deployment) -> Imported:
         ValueError: no such node; :class:`NotExpressible`: inputs that compute something else, or
             a tau for each block.
     """
+    inputs = _inputs(text)
+    return Imported(_configuration(inputs, _tau(inputs, place), place))
+
+
+def read_each_block(text: str, place: Deployment) -> tuple[VisualGenConfig, ...]:
+    """One configuration for every block of the model, where a node gives each a tau of its own.
+
+    Args:
+        place: has the number of layers.
+
+    Raises:
+        ValueError: as of :func:`read`, which refuses several taus.
+    """
+    inputs = _inputs(text)
+    if place.layers is None:
+        raise ValueError(f"{NAME}: layers=None: give the number of blocks of the model")
+    taus = read_profile(_text(inputs, "tau_profile"), place.layers)
+    if len(taus) < place.layers:
+        own = number_of(inputs.get("tau"), NAME, "inputs.tau")
+        taus = dict.fromkeys(range(place.layers), own) | taus
+    return tuple(_configuration(inputs, taus[block], place) for block in range(place.layers))
+
+
+def _inputs(text: str) -> dict[str, Any]:
+    """The checked inputs of one node."""
     data = read_json(text, NAME)
     check_fields(data, ("class_type", "inputs", "_meta"), NAME, "")
     if data.get("class_type") != CLASS:
@@ -85,13 +110,17 @@ def read(text: str, place: Deployment) -> Imported:
     inputs = mapping(data.get("inputs"), NAME, "inputs")
     check_fields(inputs, (*_FREE, *FIXED, *_NEUTRAL), NAME, "inputs.")
     _check_fixed(inputs)
+    return inputs
+
+
+def _configuration(inputs: dict[str, Any], tau: float, place: Deployment) -> VisualGenConfig:
     dense = _text(inputs, "dense_blocks")
     sparse = {
         "algorithm": "sol_attn",
-        "tau": _tau(inputs, place),
+        "tau": tau,
         "dense_layers": read_blocks(dense, _layers(dense, place), "dense_blocks") or None,
     }
-    return Imported(configuration(NAME, sparse))
+    return configuration(NAME, sparse)
 
 
 def _check(sparse: SolAttnConfig, place: Deployment) -> None:

@@ -1,0 +1,138 @@
+"""One `workbench apply` from options to run folder: model, files, progress, tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tqdm import tqdm
+
+from workbench.config.checkpoint import read_calibration
+from workbench.export.documents import read_json
+from workbench.profiles import report, text
+from workbench.profiles.compare import Tick, compare, videos
+from workbench.profiles.profile import Profile, read_file
+from workbench.profiles.video import VideoModel
+from workbench.provenance import provenance
+from workbench.run_folder import check_new, default_folder
+from workbench.terminal import recording_console
+
+WIDTH = 132  # of the printed tables where the terminal does not say
+
+
+def apply_files(
+    model: VideoModel,
+    files: Sequence[Path],
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    inputs: Mapping[str, Path],
+    format: str | None = None,
+    calibration: Path | None = None,
+    check: bool = False,
+    out: Path | None = None,
+    command: Sequence[str] | None = None,
+    console: Console | None = None,
+) -> Path | None:
+    """Reads one profile or two, says what was understood, runs and compares.
+
+    Args:
+        model: what they are applied to.
+        files: written by ``workbench export``.
+        prompts, seeds: the videos: every prompt with every seed.
+        inputs: files of the model by role, for the provenance.
+        format: of the files; ``None`` recognises each.
+        calibration: config.json with a SkipSoftmax group, instead of the model's own.
+        check: stop after saying what was understood.
+        out: run folder, which must not exist; by default ``runs/<time>-apply``.
+        command: for the provenance; by default the command line of this process.
+        console: where to print.
+
+    Returns:
+        The run folder; ``None`` with ``check``.
+
+    Raises:
+        FileExistsError, FileNotFoundError, ValueError, TypeError, UnsupportedError: a file or an
+            option does not fit; nothing is sampled or written then.
+    """
+    if not check:
+        check_new(out or default_folder("apply"))
+    model.check(prompts, seeds)
+    profiles = read_profiles(model, files, format=format, calibration=calibration)
+    screen = console or recording_console(WIDTH)
+    text.show_understood(profiles, model, screen)
+    if check:
+        return None
+    with _progress(videos(profiles, prompts, seeds)) as tick:
+        found = compare(model, profiles, prompts, seeds, tick=tick)
+    text.show(found, screen)
+    folder = out or default_folder("apply")
+    named = dict(zip((profile.name for profile in profiles), files, strict=True))
+    extra = {} if calibration is None else {"calibration": calibration}
+    record = provenance(
+        list(sys.argv if command is None else command),
+        {**{f"profile {name}": path for name, path in named.items()}, **inputs, **extra},
+        seeds={f"noise {n}": seed for n, seed in enumerate(seeds)},
+    )
+    summary = screen.export_text(clear=False)
+    said = {"model": model.title, "prompts": list(prompts), "warnings": text.alarms(found)}
+    report.write(found, folder, files=named, record={**record, **said}, summary=summary)
+    screen.print(f"Run folder: {folder}", style="bold", soft_wrap=True, highlight=False)
+    return folder
+
+
+def read_profiles(
+    model: VideoModel,
+    files: Sequence[Path],
+    *,
+    format: str | None = None,
+    calibration: Path | None = None,
+) -> list[Profile]:
+    """The files as profiles of the model.
+
+    Raises:
+        ValueError: also for a calibration that no profile looks at. Others as of ``read_file``.
+    """
+    given = None if calibration is None else _calibration(calibration)
+    own = model.calibration
+    found = [
+        read_file(path, model.place, format=format, calibration=given or own) for path in files
+    ]
+    if given is not None and not any(profile.calibration is given for profile in found):
+        raise ValueError(
+            f"--calibration {calibration}: no profile looks at it; it is for skip_softmax files "
+            "that hold no formula themselves. Leave it out"
+        )
+    return found
+
+
+def _calibration(path: Path) -> Mapping[str, Any]:
+    hint = "give a calibrated component's config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"--calibration {path}: no such file; {hint}")
+    try:
+        data = read_json(path.read_text(encoding="utf-8"), "calibration")
+    except ValueError as error:
+        raise ValueError(f"--calibration {path}: {error}") from error
+    if read_calibration(checkpoint_config=data) is None:
+        raise ValueError(f"--calibration {path}: no SkipSoftmax group; {hint}")
+    return data
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Tick]:
+    """A bar on a terminal's stderr, elsewhere a line for each video."""
+    watched = sys.stderr.isatty()
+    with tqdm(total=total, unit="video", leave=False, disable=not watched) as bar:
+
+        def tick(label: str) -> None:
+            if not watched:
+                print(f"sampling {label}", file=sys.stderr, flush=True)
+            bar.set_description(label, refresh=False)
+            bar.update()
+
+        yield tick

@@ -1,0 +1,159 @@
+"""A model that samples videos with a profile, whatever library it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from workbench.attention import SparseAttention
+from workbench.attention.log import CallRecord, density_by_step
+from workbench.export import Deployment
+from workbench.models import AttentionCall
+from workbench.profiles.profile import Profile
+from workbench.sample.run import Quality
+from workbench.sample.run import compare as compare_videos
+
+
+@dataclass(frozen=True)
+class Run:
+    """One sampled video and what its attention calls did.
+
+    Attributes:
+        video: float32 on the CPU: [F, H, W, 3] in [0, 1], or the latents where no decoder is there.
+        pixels: which of the two.
+        records: one for every attention call, in order.
+        seconds: of the sampling, densities read included.
+        warnings: what attention warned of.
+    """
+
+    video: Tensor
+    pixels: bool
+    records: Sequence[CallRecord]
+    seconds: float
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def density(self) -> float:
+        """Mean over all calls, dense ones included; NaN without a call."""
+        densities = [record.density for record in self.records]
+        return sum(densities) / len(densities) if densities else math.nan
+
+    @property
+    def densities(self) -> list[float]:
+        """Mean over the layers of each step."""
+        by_step = density_by_step(self.records)
+        return [by_step[step] for step in sorted(by_step, key=lambda n: n or 0)]
+
+    @property
+    def ran(self) -> str:
+        """Algorithms and implementations, such as ``sol_attn: eager``."""
+        return ", ".join(sorted({f"{r.algorithm}: {r.impl}" for r in self.records}))
+
+    def count(self, kind: str) -> int:
+        """Calls that were ``sparse``, ``dense`` (as meant) or ``ineligible``."""
+        return sum(record.kind == kind for record in self.records)
+
+
+class VideoModel(Protocol):
+    """What :mod:`workbench.profiles.compare` asks of a model."""
+
+    @property
+    def title(self) -> str:
+        """One line: model, size, steps, device."""
+        ...
+
+    @property
+    def place(self) -> Deployment:
+        """Times of the steps, keys of a self-attention call, layers."""
+        ...
+
+    @property
+    def module_names(self) -> Sequence[str]:
+        """Name of the self-attention of every layer."""
+        ...
+
+    @property
+    def calibration(self) -> Mapping[str, Any] | None:
+        """config.json of the model when it holds a SkipSoftmax calibration."""
+        ...
+
+    def policies(self, profile: Profile) -> Sequence[SparseAttention]:
+        """The policy of every layer; raises what the model cannot honour."""
+        ...
+
+    def check(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
+        """Refuses prompts and seeds that the model cannot take."""
+        ...
+
+    def sample(self, prompt: str, seed: int, profile: Profile | None) -> Run:
+        """One video; ``None`` is the model's own dense attention."""
+        ...
+
+
+def policies(
+    profile: Profile, names: Sequence[str], *, gate: str = "model", impl: str = "auto"
+) -> list[SparseAttention]:
+    """The policy of every layer; layers of one configuration share theirs.
+
+    Raises:
+        ValueError: another number of layers, or a configuration that this model cannot honour.
+        UnsupportedError: a recipe that exists only on a server.
+    """
+    if len(profile.layers) != len(names):
+        raise ValueError(
+            f"{profile.name}: was read for {len(profile.layers)} layers, and the model has "
+            f"{len(names)}; read the file again for this model"
+        )
+    made: dict[str, SparseAttention] = {}
+    for config in profile.layers:
+        key = config.model_dump_json()
+        if key not in made:
+            made[key] = SparseAttention(
+                config,
+                module_names=names,
+                checkpoint_config=profile.calibration,
+                gate=gate if config_is_vsa(config) else "model",
+                impl=impl,
+                record=True,
+            )
+    return [made[config.model_dump_json()] for config in profile.layers]
+
+
+def config_is_vsa(config: Any) -> bool:
+    """Whether the sparse part is VSA, the only one that looks at a gate."""
+    sparse = config.sparse_attention_config
+    return sparse is not None and sparse.algorithm == "vsa"
+
+
+class LayerByLayer:
+    """Attention of a profile inside a model: the policy of each call's own layer.
+
+    Attributes:
+        records: one for every call, in order, with the density that was delivered.
+    """
+
+    def __init__(self, of_layers: Sequence[SparseAttention]) -> None:
+        self.of_layers = of_layers
+        self.records: list[CallRecord] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        policy = self.of_layers[call.layer]
+        out = policy(q, k, v, call)
+        self.records.append(policy.records.pop())
+        return out
+
+
+def distance(run: Run, reference: Run) -> Quality:
+    """How far a video is from another one; latents have a relative L2 alone."""
+    if run.pixels and reference.pixels:
+        return compare_videos(run.video, reference.video)
+    a, b = run.video.double(), reference.video.double()
+    size = float(torch.linalg.vector_norm(b))
+    error = float(torch.linalg.vector_norm(a - b))
+    finite = bool(torch.isfinite(a).all()) and size > 0
+    return Quality(math.nan, math.nan, error / size if finite else math.nan)
