@@ -47,7 +47,7 @@ _FASTEST_FIRST = (
     Implementation(
         "triton", triton.SUMMARY, triton.obstacles, triton.run, rounds_p=True, takes_codes=True
     ),
-    Implementation("cute", cute.SUMMARY, cute.obstacles, cute.run),
+    Implementation("cute", cute.SUMMARY, cute.obstacles, cute.run, cause=cute.cause),
     Implementation("cudnn", cudnn.SUMMARY, cudnn.obstacles, cudnn.run, cause=cudnn.LIBRARY.cause),
     Implementation("flash", flash.SUMMARY, flash.obstacles, flash.run, cause=flash.LIBRARY.cause),
     Implementation("eager", eager.SUMMARY, eager.obstacles, eager.run),

@@ -9,22 +9,30 @@ from importlib.util import find_spec
 
 import torch
 
-from blockattn.impl.cute.variant import DTYPES, HEAD_DIMS
+from blockattn.impl.cute import cache
+from blockattn.impl.cute.variant import DTYPES, HEAD_DIMS, variant_of
+from blockattn.impl.library import Library, gpu_obstacles
 from blockattn.problem import Problem, Result
 
 SUMMARY = "attention for Hopper in CuTe DSL"
-DEVICES = ("cuda",)
 BLOCK = (64, 64)
 SKIP_TILES = ((64, 64), (128, 128))
-NEEDS = {"tvm_ffi": "apache-tvm-ffi", "triton": "triton"}  # to load, and to make lists
+MAJORS = (9,)
+ARCH = "sm_90a"
+EXTRAS = "cute or cute-latest"
+LOADER = Library("apache-tvm-ffi", "tvm_ffi", EXTRAS)
+COMPILERS = (
+    Library("nvidia-cutlass-dsl", "cutlass.cute", EXTRAS),
+    Library("quack-kernels", "quack.sm90_utils", EXTRAS),
+)
 
 
 def obstacles(problem: Problem | None) -> list[str]:
     """Every static reason why the kernel cannot serve a call, or run here at all."""
     if problem is None:
-        return _machine_obstacles(torch.device("cuda")) or _package_obstacles(None)
-    machine = _machine_obstacles(problem.q.device)
-    found = machine + _tensor_obstacles(problem) + _tile_obstacles(problem)
+        return gpu_obstacles(None, MAJORS) or _package_obstacles(None)
+    found = gpu_obstacles(problem, MAJORS)
+    found += _tensor_obstacles(problem) + _tile_obstacles(problem)
     return found or _package_obstacles(problem)
 
 
@@ -35,34 +43,18 @@ def run(problem: Problem) -> Result:
     return launch.run(problem)
 
 
-def _machine_obstacles(device: torch.device) -> list[str]:
-    if device.type not in DEVICES:
-        return [f"q is on {device}, needs a CUDA GPU"]
-    if not torch.cuda.is_available():
-        return ["needs a CUDA GPU of compute capability 9.0"]
-    have = torch.cuda.get_device_capability(device)
-    if have[0] == 9:
-        return []
-    name = torch.cuda.get_device_name(device)
-    return [f"{name} has compute capability {have[0]}.{have[1]}, serves 9.x alone"]
+def cause() -> Exception | None:
+    """The exception with which the loader or the compiler failed to import, once tried."""
+    return next((x.cause() for x in (LOADER, *COMPILERS) if x.cause() is not None), None)
 
 
 def _package_obstacles(problem: Problem | None) -> list[str]:
     """What is missing to load a kernel, and to compile it unless it is kept already."""
-    for name, package in NEEDS.items():
-        if find_spec(name) is None:
-            return [f"the package {package} is not installed"]
-    try:
-        import tvm_ffi  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except (ImportError, OSError) as error:
-        return [f"the package apache-tvm-ffi cannot be imported: {error}"]
-    from blockattn.impl.cute import build, cache, launch
-    from blockattn.impl.cute.variant import variant_of
-
-    if problem is not None and cache.kept(variant_of(problem), launch.ARCH):
-        return []
-    reason = build.why_not_here()
-    return [] if reason is None else [str(reason)]
+    found = [] if find_spec("triton") else ["the package triton is not installed"]
+    found += LOADER.absent() or LOADER.unloadable()
+    if found or (problem is not None and cache.kept(variant_of(problem), ARCH)):
+        return found
+    return [text for x in COMPILERS for text in x.absent() or x.unloadable()]
 
 
 def _tensor_obstacles(problem: Problem) -> list[str]:

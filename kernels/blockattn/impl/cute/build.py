@@ -11,10 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from blockattn.errors import Reason, UnsupportedError
 from blockattn.impl.cute.variant import Variant
-
-INSTALL = "pip install -e '.[cute-latest]' (or '.[cute]')"
 
 
 def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
@@ -23,15 +20,7 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
     Args:
         arch: ``sm_90a``.
         options: more options of ``cute.compile``.
-
-    Raises:
-        UnsupportedError: cutlass, or what the kernel takes from other packages, cannot be imported.
     """
-    reason = why_not_here()
-    if reason is not None:
-        raise UnsupportedError(f"cannot compile {variant}", [Reason("cute", str(reason))]) from (
-            reason.__cause__
-        )
     import cutlass.cute as cute
 
     from blockattn.impl.cute.sm90 import Attention
@@ -41,19 +30,6 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         *stand_ins(variant),
         options=f"--gpu-arch {arch} --enable-tvm-ffi {options}".strip(),
     )
-
-
-def why_not_here() -> ImportError | None:
-    """Why nothing can be compiled here; its cause is the error of the package itself."""
-    try:
-        import cutlass.cute  # noqa: F401  # pyright: ignore[reportUnusedImport]
-
-        import blockattn.impl.cute.sm90  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except (ImportError, OSError) as error:
-        found = ImportError(f"the compiler cannot be imported ({error}): {INSTALL}")
-        found.__cause__ = error
-        return found
-    return None
 
 
 def stand_ins(variant: Variant) -> tuple[Any, ...]:
@@ -87,15 +63,15 @@ def stand_ins(variant: Variant) -> tuple[Any, ...]:
         scale = cute.runtime.make_fake_tensor(cutlass.Float32, (1,), (1,), assumed_align=4)
     whole, integer = (cutlass.Float32, cutlass.Int32)
     summary = batch, blocks, key_heads, variant.dim
-    pairs = cute.sym_int()
+    pairs, entries = cute.sym_int(), cute.sym_int()
     return (
         strided(queries, heads),
         strided(keys, key_heads),
         strided(keys, key_heads),
         dense(element, batch, queries, heads, variant.dim),
         dense(whole, batch, heads, queries, wanted=variant.lse),
-        dense(integer, batch, heads, pairs, blocks, wanted=variant.routed),
-        dense(integer, batch, heads, pairs, wanted=variant.routed),
+        dense(integer, batch, heads, pairs, entries, wanted=variant.routed),
+        dense(integer, batch, heads, pairs, 3, wanted=variant.routed),
         dense(integer, batch, heads, cute.sym_int(), cute.sym_int(), wanted=variant.tail),
         dense(element, *summary, wanted=variant.tail),
         dense(element, *summary, wanted=variant.tail),
@@ -107,6 +83,7 @@ def stand_ins(variant: Variant) -> tuple[Any, ...]:
         scale,
         scale,
         number,
+        cutlass.Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 

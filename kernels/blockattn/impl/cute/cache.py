@@ -67,11 +67,7 @@ _lock = threading.Lock()
 
 
 def kernel(variant: Variant, arch: str) -> tuple[Kernel, Load | None]:
-    """The host function of a variant, and how it came if this process had to get it.
-
-    Raises:
-        UnsupportedError: it has to be compiled and the compiler cannot be imported.
-    """
+    """The host function of a variant, and how it came if this process had to get it."""
     found = _kernels.get((variant, arch))
     if found is not None:
         return found, None

@@ -11,22 +11,20 @@ import math
 import torch
 from torch import Tensor
 
-from blockattn.impl.cute import cache
+from blockattn.impl.cute import ARCH, cache
+from blockattn.impl.cute.lists import shared_lists
 from blockattn.impl.cute.variant import Variant, variant_of
-from blockattn.impl.triton.lists import pair_lists
 from blockattn.impl.triton.words import map_words
 from blockattn.layout import num_blocks
 from blockattn.problem import Problem, Result
 from blockattn.route import BlockRoute
 
-ARCH = "sm_90a"
 
-
-def run(problem: Problem, pairs: tuple[Tensor, Tensor] | None = None) -> Result:
+def run(problem: Problem, lists: tuple[Tensor, Tensor] | None = None) -> Result:
     """Executes a call without obstacles.
 
     Args:
-        pairs: of the route, where :func:`blockattn.impl.triton.lists.pair_lists` already made them.
+        lists: of the route, where :func:`route_lists` already made them.
     """
     batch, queries, heads, _ = problem.q.shape
     out = torch.empty_like(problem.q, memory_format=torch.contiguous_format)
@@ -40,7 +38,7 @@ def run(problem: Problem, pairs: tuple[Tensor, Tensor] | None = None) -> Result:
         out.zero_()
         lse = lse if lse is None else lse.fill_(-math.inf)
     elif out.numel():
-        load = _launch(problem, pairs, out, lse, dropped)
+        load = _launch(problem, lists, out, lse, dropped)
     skipped = None
     if dropped is not None and problem.want_trace:
         skipped = BlockRoute(map_words(dropped), problem.skip_tile, problem.seqlens)
@@ -49,7 +47,7 @@ def run(problem: Problem, pairs: tuple[Tensor, Tensor] | None = None) -> Result:
 
 def _launch(
     problem: Problem,
-    pairs: tuple[Tensor, Tensor] | None,
+    lists: tuple[Tensor, Tensor] | None,
     out: Tensor,
     lse: Tensor | None,
     dropped: Tensor | None,
@@ -59,19 +57,34 @@ def _launch(
     route, tail = problem.route, problem.tail
     index = count = words = None
     if route is not None:
-        index, count = pairs or pair_lists(route.words, route.grid[1])
+        index, count = lists or route_lists(problem)
         words = _packed(route.words) if variant.tail else None
     summaries = (None, None, None)
     if tail is not None:
         summaries = tuple(_packed(x) for x in (tail.k_mean, tail.v_sum, tail.lengths))
     lengths = None if problem.block_lengths is None else _packed(problem.block_lengths)
     limit = math.log2(problem.skip_threshold) if problem.skip_threshold else -math.inf
+    programs = torch.cuda.get_device_properties(out.device).multi_processor_count
     with torch.cuda.device(out.device):
         kernel(
             *(_regular(x) for x in (problem.q, problem.k, problem.v)), out, lse,
             index, count, words, *summaries, lengths, dropped, *_scales(problem, variant), limit,
+            programs,
         )  # fmt: skip
     return load
+
+
+def route_lists(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Key blocks of every pair of query blocks, as the kernel walks them.
+
+    What both attend comes first and is fetched once, except under a skip vote, whose tiles are
+    visited in ascending order.
+    """
+    route = problem.route
+    if route is None:
+        raise ValueError("problem: has no route, so that there are no lists to make")
+    together = problem.skip_threshold is None
+    return shared_lists(route.words, route.grid[1], together=together)
 
 
 def _packed(x: Tensor) -> Tensor:
