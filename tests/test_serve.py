@@ -54,6 +54,11 @@ def test_without_a_request_the_page_shows_the_first_panel():
         ("sweep", None, ValueError, "needs a file: the database"),
         ("doctor", CAPTURE, ValueError, "takes no file; leave it out"),
         ("tau", Path("no.safetensors"), FileNotFoundError, "no such file"),
+        ("tau", CAPTURE.parent, IsADirectoryError, "is a folder; name the capture in it"),
+        ("sweep", CAPTURE.parent, IsADirectoryError, "name the database of a sweep in it"),
+        ("tau", PAGE, ValueError, "page.ipynb: no capture"),
+        ("masks", PAGE, ValueError, "page.ipynb: no capture"),
+        ("sweep", CAPTURE, ValueError, "is no SQLite file"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(panel, file, error, message: str):
@@ -111,7 +116,8 @@ def test_a_page_holds_its_panel_under_its_title(
 
     assert set(MAKERS) == set(TITLES)
     monkeypatch.setenv(PANEL, panel)
-    heading, made = page().children
+    tab, heading, made = page().children
+    assert tab.text == TITLES[panel]
     assert TITLES[panel] in heading.value
     assert type(made).__name__ == name
     assert made.problem == ""
@@ -170,4 +176,5 @@ class TestInABrowser:
             )
             page.get_by_text("tau = 1.5").first.wait_for(timeout=60 * SECONDS)
             assert page.locator("[role=alert]").count() == 0
+            assert page.title() == TITLES["tau"]
             keep_picture(page, "served_tau_tuner")

@@ -33,8 +33,8 @@ def request(panel: str, file: Path | None) -> dict[str, str]:
         file: a capture or, for ``sweep``, the database of a sweep.
 
     Raises:
-        ValueError: no such panel, or a file that it does not take or lacks.
-        FileNotFoundError: there is no such file.
+        ValueError: no such panel, a file that it does not take or lacks, or one of another kind.
+        FileNotFoundError, IsADirectoryError: there is no such file.
     """
     if panel not in TITLES:
         raise ValueError(f"panel={panel!r}: must be one of {', '.join(TITLES)}")
@@ -44,10 +44,23 @@ def request(panel: str, file: Path | None) -> dict[str, str]:
         return {PANEL: panel}
     if panel not in ON_CAPTURES + ON_DATABASES:
         raise ValueError(f"file={str(file)!r}: panel {panel!r} takes no file; leave it out")
-    if not file.is_file():
-        raise FileNotFoundError(f"file={str(file)!r}: no such file")
+    _check(panel, file)
     # Voila starts the page's process in another folder.
     return {PANEL: panel, FILE: str(file.resolve())}
+
+
+def _check(panel: str, file: Path) -> None:
+    """Opens the file here, because on the page its error would come late and without a command."""
+    from workbench.capture import open_capture
+    from workbench.sweep.table import load
+
+    if file.is_dir():
+        kind = "database of a sweep" if panel in ON_DATABASES else "capture"
+        raise IsADirectoryError(f"file={str(file)!r}: is a folder; name the {kind} in it")
+    if panel in ON_DATABASES:
+        load(file)
+    else:
+        open_capture(file)
 
 
 def read_request(environment: Mapping[str, str] | None = None) -> tuple[str, str | None]:

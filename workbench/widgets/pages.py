@@ -6,7 +6,9 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
+import anywidget
 import ipywidgets as widgets
+import traitlets
 
 from workbench.capture import open_capture
 from workbench.masks import capture_masks
@@ -32,9 +34,18 @@ MAKERS: dict[str, Callable[[str | None], widgets.Widget]] = {
 }
 
 
+class TabTitle(anywidget.AnyWidget):
+    """Names the browser's tab, which else has the name of the page's notebook."""
+
+    _esm = "export default { render({ model }) { document.title = model.get('text'); } };"
+
+    text = traitlets.Unicode("").tag(sync=True)
+
+
 def page() -> widgets.Widget:
     """The panel that the process was asked for, under its title."""
     name, file = read_request()
     style = "font-size:20px;font-weight:bold;line-height:1.6"
     heading = widgets.HTML(f'<div style="{style}" role="heading">{escape(TITLES[name])}</div>')
-    return widgets.VBox([heading, MAKERS[name](file)], layout={"margin": "8px 24px"})
+    parts = [TabTitle(text=TITLES[name]), heading, MAKERS[name](file)]
+    return widgets.VBox(parts, layout={"margin": "8px 24px"})

@@ -26,7 +26,7 @@ class ThresholdTuner(Tuner):
     """Interactive tuning of SkipSoftmax on one capture.
 
     Pictures follow the controls at once, from gaps that serve every threshold. When the controls
-    rest, the real call runs and is compared with dense. It opens at a threshold that skips something.
+    rest, the real call runs and is compared with dense. It opens where some tiles are skipped.
 
     Args:
         capture: a :class:`workbench.capture.reader.Capture`, or anything with the same attributes.
