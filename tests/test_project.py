@@ -117,11 +117,16 @@ def test_lab_names_the_notebooks_that_exist(installed_notebook: Path):
 
 def test_lab_passes_its_options_to_jupyterlab():
     argv = lab.lab_argv(Path("a.ipynb"), port=8890, browser=False, extra=("--debug",))
-    assert argv[:4] == [sys.executable, "-m", "jupyterlab", "a.ipynb"]
+    assert argv[:3] == [sys.executable, "-m", "jupyterlab"]
+    assert f"--ServerApp.root_dir={Path.cwd()}" in argv
+    assert "--LabApp.default_url=/lab/tree/a.ipynb" in argv
     assert "--port=8890" in argv
     assert "--no-browser" in argv
     assert argv[-1] == "--debug"
     assert "--no-browser" not in lab.lab_argv(Path("a.ipynb"))
+
+
+DEFAULT_PAGE = f"--LabApp.default_url=/lab/tree/{lab.DEFAULT_NOTEBOOK}"
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
@@ -138,8 +143,24 @@ def test_the_lab_command_hands_over_to_jupyterlab(
     result = CliRunner().invoke(cli.app, ["lab", "--no-browser", "--ServerApp.token=x"])
     assert result.exit_code == 0, result.output
     (argv,) = started
-    assert argv[3] == str(Path.cwd() / installed_notebook.name)
+    assert (Path.cwd() / installed_notebook.name).is_file()
+    assert {f"--ServerApp.root_dir={Path.cwd()}", DEFAULT_PAGE} <= set(argv)
     assert {"--no-browser", "--ServerApp.token=x"} <= set(argv)
+
+
+def test_where_no_browser_can_be_opened_the_printed_address_is_the_notebook(tmp_path: Path):
+    """A real start: JupyterLab names the page that it would have opened."""
+    folders = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+    environment = {**os.environ, **{name: str(tmp_path / name) for name in folders}}
+    argv = lab.lab_argv(tmp_path / lab.DEFAULT_NOTEBOOK, browser=False)
+    server = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    try:
+        address = next(line for line in server.stderr if "http://127.0.0.1" in line)
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+    assert f"/lab/tree/{lab.DEFAULT_NOTEBOOK}?token=" in address
 
 
 def test_doctor_prints_json_and_its_exit_status_says_ready():

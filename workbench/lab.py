@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import quote
 
 from workbench.paths import checkout_dir, notebooks_dir
 
@@ -43,12 +44,20 @@ def lab_argv(
 ) -> list[str]:
     """Command line that starts JupyterLab on `notebook` with this Python.
 
+    The notebook is the default page, and not a file to run: then the address that JupyterLab prints
+    leads to it, too, where no browser can be opened.
+
     Raises:
         ValueError: `port` is outside 1..65535.
     """
     if port is not None and not 1 <= port <= 65535:
         raise ValueError(f"port={port}: must be in 1..65535; leave it out for the first free one")
-    argv = [sys.executable, "-m", "jupyterlab", str(notebook)]
+    where = notebook.absolute()
+    argv = [
+        *(sys.executable, "-m", "jupyterlab"),
+        f"--ServerApp.root_dir={where.parent}",
+        f"--LabApp.default_url=/lab/tree/{quote(where.name)}",
+    ]
     if port is not None:
         argv.append(f"--port={port}")
     if not browser:
