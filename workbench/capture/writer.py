@@ -182,15 +182,10 @@ class CaptureWriter:
             raise ValueError(f"layer={layer}, step={step} {state}; entries: {self.spec.entries}")
         if step_time(time) is None:
             raise ValueError("time=None: a capture states the denoising time of every entry")
-        digests = {}
-        for part, value in zip(PARTS, (q, k, v)):
-            name = tensor_name(layer, step, part)
+        names = [tensor_name(layer, step, part) for part in PARTS]
+        for name, value in zip(names, (q, k, v)):
             self._check_shape(name, value)
-            rounded = value.detach().to(
-                "cpu", torch.bfloat16, memory_format=torch.contiguous_format
-            )
-            _check_finite(name, rounded)
-            digests[name] = self._put(name, rounded)
+        digests = {name: self._put_rounded(name, value) for name, value in zip(names, (q, k, v))}
         self._file.flush()
         self._journal.add(digests, entry, float(time))
         self._digests.update(digests)
@@ -249,6 +244,11 @@ class CaptureWriter:
         expected = self.spec.tensors[name].shape
         if tuple(value.shape) != expected:
             raise ValueError(f"{name}: shape {tuple(value.shape)}, but the file holds {expected}")
+
+    def _put_rounded(self, name: str, value: Tensor) -> str:
+        rounded = value.detach().to("cpu", torch.bfloat16, memory_format=torch.contiguous_format)
+        _check_finite(name, rounded)
+        return self._put(name, rounded)
 
     def _put(self, name: str, value: Tensor) -> str:
         """Writes the bytes; their sha256."""
