@@ -97,7 +97,12 @@ def folder() -> Path:
 
 def kept(variant: Variant, arch: str) -> bool:
     """The kernel is in this process or on disk, so that nothing has to be compiled."""
-    return (variant, arch) in _kernels or place(variant, arch).is_file()
+    return (variant, arch) in _kernels or kept_on_disk(variant, arch)
+
+
+def kept_on_disk(variant: Variant, arch: str) -> bool:
+    """The folder has its file, intact or not."""
+    return place(variant, arch).is_file()
 
 
 def contents() -> dict[str, int]:
@@ -168,7 +173,7 @@ def _from_disk(path: Path, name: str) -> tuple[Kernel | None, str]:
         data = path.read_bytes()
     except OSError as error:
         return None, f"{path} cannot be read ({error})"
-    if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
+    if not intact(data):
         return None, f"{path} is damaged (its checksum differs)"
     try:
         library = tvm_ffi.load_module(str(path))
@@ -176,6 +181,11 @@ def _from_disk(path: Path, name: str) -> tuple[Kernel | None, str]:
         return None, f"{path} cannot be loaded ({' '.join(str(error).split())[:300]})"
     _touch(path)
     return library[name], ""
+
+
+def intact(data: bytes) -> bool:
+    """A file's content ends in the checksum of what comes before."""
+    return hashlib.sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]
 
 
 def _compiled(variant: Variant, arch: str, path: Path, name: str) -> tuple[Kernel, str]:
