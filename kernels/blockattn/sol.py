@@ -257,7 +257,7 @@ def _plan(
 ) -> Plan:
     """Route and summaries, by the GPU's kernels where the call will run on them."""
     call = make_problem(q, k, v)
-    if impl not in ("auto", "triton", "cute") or triton.obstacles(call):
+    if impl not in ("auto", "triton", "cute", "cudnn") or triton.obstacles(call):
         route = sol_route(q, k, tau=tau, thresh_type=thresh_type, **routing)
         return Plan(route, BlockSummary.of(k, v))
     from blockattn.impl.triton import plan
