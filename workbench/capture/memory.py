@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from workbench.capture.background import BUFFERS, host_bytes
 from workbench.capture.format import PARTS, CaptureSpec
-from workbench.capture.writer import ROWS
-
 
 SLACK = 2**24  # of the allocator, which does not give every page back
 
@@ -24,12 +22,11 @@ def recording_memory(spec: CaptureSpec, *, gpu: bool = False) -> Memory:
     """The most that a recorder of this spec takes, for models of up to 4 bytes a number.
 
     On a CPU: the chosen part of q, k and v as the model has it, the copy of one of them in
-    bfloat16, and a check of a few rows; 16 MiB of slack for the allocator. On a GPU: pinned buffers on the host; on the device the
-    chosen part and a copy for every buffer.
+    bfloat16, and slack for the allocator. On a GPU: pinned buffers on the
+    host; on the device the chosen part and a copy for every buffer.
     """
     chosen = 0 if spec.selection.whole else 2 * spec.entry_bytes
     if gpu:
         return Memory(host_bytes(spec), chosen + BUFFERS * spec.entry_bytes)
     largest = max(math.prod(spec.part_shape(part)) for part in PARTS)
-    check = 8 * ROWS * spec.batch * spec.head_dim * max(spec.heads, 1)
-    return Memory(chosen + 2 * largest + check + SLACK, 0)
+    return Memory(chosen + 2 * largest + SLACK, 0)
