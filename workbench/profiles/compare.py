@@ -127,10 +127,11 @@ def compare(
     for prompt in prompts:
         dense = _dense_runs(model, prompt, seeds, tick)
         for seed in seeds:
-            runs: dict[str, Run] = {DENSE: dense[seed], OTHER_SEED: dense[_other(seed, seeds)]}
+            runs: dict[str, Run] = {DENSE: dense[seed]}
             for profile in (control, *profiles):
                 tick(f"{profile.name}: {prompt}, seed {seed}")
                 runs[profile.name] = model.sample(prompt, seed, profile)
+            runs[OTHER_SEED] = dense[_other(seed, seeds)]
             pairs.append(_pair(prompt, seed, runs, profiles, keep=not pairs))
     return Comparison(model.title, tuple(profiles), tuple(pairs))
 

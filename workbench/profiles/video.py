@@ -115,6 +115,7 @@ def policies(
         if key not in made:
             made[key] = SparseAttention(
                 config,
+                num_layers=len(names),
                 module_names=names,
                 checkpoint_config=profile.calibration,
                 gate=gate if config_is_vsa(config) else "model",
