@@ -79,12 +79,13 @@ class Sol:
         result = sol_attention(q, k, v, **settings, **sink, return_trace=trace)  # pyright: ignore[reportArgumentType]
         out, found = result if trace else (result, None)
         if count:
-            rows = slice(start, start + count)
+            first = start or 0
+            rows = slice(first, first + count)
             out[:, rows] = self.dense(q[:, rows], k, v, call)
         return out, found
 
     def _sink(self, tokens: int, call: Any) -> tuple[int | None, int]:
-        """First token and length of the sink of a call."""
+        """First token and length of the sink of a call; a sink of 0 tokens is none."""
         prefix, suffix = text_tokens(call)
         if not prefix and not suffix:
             whole = self.sink_start is None and self.sink_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -81,6 +82,14 @@ class CallCounts:
     def total(self) -> int:
         return self.sparse + sum(self.dense.values()) + sum(self.ineligible.values())
 
+    def __add__(self, other: CallCounts) -> CallCounts:
+        return CallCounts(
+            self.sparse + other.sparse,
+            dict(Counter(self.dense) + Counter(other.dense)),
+            dict(Counter(self.ineligible) + Counter(other.ineligible)),
+            self.missing_time + other.missing_time,
+        )
+
     def __str__(self) -> str:
         parts = [f"{self.sparse} sparse"]
         parts += [f"{n} dense ({reason})" for reason, n in sorted(self.dense.items())]
@@ -104,28 +113,44 @@ class CallLog:
 
     Args:
         known: every (kind, reason) that a verdict can have.
+        layers: of the model, counted one by one; without it, all together.
         record: keep a :class:`CallRecord` of every call; reading its density waits for the device.
     """
 
-    def __init__(self, known: Iterable[tuple[Kind, str]], *, record: bool = False) -> None:
+    def __init__(
+        self,
+        known: Iterable[tuple[Kind, str]],
+        *,
+        layers: int | None = None,
+        record: bool = False,
+    ) -> None:
         self.record = record
         self.records: list[CallRecord] = []
+        self._layers = layers
         self._slots: dict[tuple[str, str], int] = {}
         for slot, pair in enumerate((*known, MISSING_TIME)):
             self._slots[pair] = slot
         with torch.inference_mode(False):  # or nothing could be counted outside that mode
-            self._counts = torch.zeros(len(self._slots), dtype=torch.int64)
+            self._counts = torch.zeros((layers or 1) * len(self._slots), dtype=torch.int64)
         self._warned: set[str] = set()
 
-    def count(self, verdict: Verdict, *, missing_time: bool = False) -> None:
+    def count(self, verdict: Verdict, *, layer: int = 0, missing_time: bool = False) -> None:
         """Counts a call that has run."""
-        self._add(verdict.kind, verdict.reason)
+        self._add(verdict.kind, verdict.reason, layer)
         if missing_time:
-            self._add(*MISSING_TIME)
+            self._add(*MISSING_TIME, layer)
 
-    def counts(self) -> CallCounts:
-        """A snapshot that later calls do not change."""
-        numbers = dict(zip(self._slots, self._counts.tolist()))
+    def counts(self, layer: int | None = None) -> CallCounts:
+        """A snapshot that later calls do not change, of one layer or of all.
+
+        Raises:
+            ValueError: a layer of a log that counts them all together.
+        """
+        table = self._counts.view(-1, len(self._slots))
+        if layer is not None and not 0 <= layer < (self._layers or 0):
+            raise ValueError(f"layer={layer}: this log counts {self._layers or 'no'} single layers")
+        chosen = table.sum(0) if layer is None else table[layer]
+        numbers = dict(zip(self._slots, chosen.tolist()))
 
         def of(kind: str) -> dict[str, int]:
             return {reason: n for (k, reason), n in numbers.items() if k == kind and n}
@@ -145,8 +170,10 @@ class CallLog:
         self._counts.zero_()
         self._warned.clear()
 
-    def _add(self, kind: str, reason: str) -> None:
+    def _add(self, kind: str, reason: str, layer: int) -> None:
         slot = self._slots[kind, reason]
+        if self._layers is not None:
+            slot += layer * len(self._slots)
         if torch.compiler.is_compiling():
             _tally(self._counts, slot)
         else:

@@ -33,10 +33,12 @@ MaskedAttentionFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 SPARSE = Verdict("sparse", "sparse")
 CROSS, MASK = "cross-attention", "mask"
 SPARSE_OFF, DENSE_LAYER, DENSE_PHASE = "sparse off", "dense layer", "dense phase"
+# What a model, not the tensors, can have against a sparse call.
+REFUSALS = ("token grid", "attention mask", "attention options")
 KNOWN: tuple[tuple[Kind, str], ...] = (
     ("sparse", "sparse"),
     *(("dense", reason) for reason in (CROSS, MASK, SPARSE_OFF, DENSE_LAYER, DENSE_PHASE)),
-    *(("ineligible", reason) for reason in OBSTACLES),
+    *(("ineligible", reason) for reason in (*OBSTACLES, *REFUSALS)),
 )
 
 
@@ -103,12 +105,15 @@ class SparseAttention:
     ) -> None:
         self.dense, self.masked = dense, masked
         self.strict = strict_from_environment() if strict is None else checks.flag("strict", strict)
-        self.log = CallLog(KNOWN, record=checks.flag("record", record))
         self.quantise_dense = checks.flag("quantise_dense", quantise_dense)
         self.config = as_attention_config(config)
         if not self.quantise_dense and self.config.quant_attention_config is None:
             raise ValueError("quantise_dense=False: nothing is quantised here; drop it")
         self._layers = num_layers if module_names is None else len(module_names)
+        if num_layers is not None:
+            checks.integer("num_layers", num_layers, minimum=1)
+        record = checks.flag("record", record)
+        self.log = CallLog(KNOWN, layers=self._layers or None, record=record)
         self._mechanism, self._quantised = lower(
             self.config,
             Surroundings(
@@ -156,26 +161,32 @@ class SparseAttention:
         *,
         mask: Tensor | None = None,
         cross: bool = False,
+        refused: tuple[str, str] | None = None,
     ) -> Tensor:
         """Attention output [B, Tq, Hq, D].
 
         Args:
             q, k, v: [B, T, H, D].
-            call: has `layer`, `step`, `time`, `grid` and, for VSA, `gate`.
+            call: has `layer`, `step`, `time`, `grid` and, for VSA, `gate`; where text attends too,
+                `prefix` and `suffix`.
             mask: goes to `masked`, see `masked_attention`.
             cross: k and v come from another sequence, even one of equal length.
+            refused: why the model cannot hand this call to a sparse path: a reason of `REFUSALS`
+                and what was found.
         """
         checks.flag("cross", cross)
         self._check_layer(call.layer)
         time, phase = self._now(call)
-        verdict = self._decide(q, k, v, call.layer, phase, mask=mask is not None, cross=cross)
+        verdict = self._decide(
+            q, k, v, call.layer, phase, mask=mask is not None, cross=cross, refused=refused
+        )
         missing = self.cutoff is not None and phase is None and verdict.kind == "sparse"
         if verdict.kind == "ineligible":
             self._not_served(verdict, call.layer)
         if missing:
             self._without_time(call.layer)
         out, trace = self._run(verdict, q, k, v, call, mask)
-        self.log.count(verdict, missing_time=missing)
+        self.log.count(verdict, layer=call.layer, missing_time=missing)
         if self.log.record:
             self.log.records.append(_record(verdict, call, time, trace, missing))
         return out
@@ -202,9 +213,19 @@ class SparseAttention:
             key.append(("sparse_attn_phase", phase))
         return tuple(key)
 
-    def counts(self) -> CallCounts:
-        """How many calls went where since the last reset."""
-        return self.log.counts()
+    def goes_dense(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> bool:
+        """Whether a call with these arguments would be handed to `dense` as it is."""
+        _, phase = self._now(call)
+        verdict = self._decide(q, k, v, call.layer, phase, mask=False, cross=False)
+        return verdict.kind != "sparse" and not self._quantises(verdict.reason)
+
+    def counts(self, layer: int | None = None) -> CallCounts:
+        """How many calls went where since the last reset, in one layer or in all.
+
+        Raises:
+            ValueError: a layer, without `num_layers` or beyond it.
+        """
+        return self.log.counts(layer)
 
     @property
     def records(self) -> list[CallRecord]:
@@ -274,6 +295,7 @@ class SparseAttention:
         *,
         mask: bool,
         cross: bool,
+        refused: tuple[str, str] | None = None,
     ) -> Verdict:
         if cross or (q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1]):
             return Verdict("dense", CROSS)
@@ -282,7 +304,8 @@ class SparseAttention:
         intended = self._intended(layer, phase)
         if intended is not None and not self._quantises(intended.reason):
             return intended
-        found = obstacle(q, k, v, None if self._quantised is None else self._quantised.recipe)
+        recipe = None if self._quantised is None else self._quantised.recipe
+        found = refused or obstacle(q, k, v, recipe)
         if found is not None:
             return Verdict("ineligible", *found)
         return intended or SPARSE

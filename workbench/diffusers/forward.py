@@ -1,0 +1,162 @@
+"""What the current forward call of a transformer is about: time, step, token grid, text lengths.
+
+A hook in front of the transformer reads them from its arguments, once for all layers, so they are
+those of the actual call: also with a shifted schedule, per-token times, and without a pipeline.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.attention import SparseAttention
+from workbench.attention.log import Verdict
+from workbench.attention.phase import step_time
+from workbench.attention.policy import CROSS
+from workbench.diffusers.families import Family, Grid
+
+CROSS_CALL = Verdict("dense", CROSS)
+
+
+class Clock:
+    """Counts denoising steps by the times of the forward calls, of all transformers of a pipeline.
+
+    A lower time than before is the next step, the same time the same step (guidance in separate
+    calls), a higher time the first step of another run.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._last: float | None = None
+
+    def tick(self, time: float) -> int:
+        """The step of a forward call at that time."""
+        if self.step is None or self._last is None or time > self._last:
+            self.step = 0
+        elif time < self._last:
+            self.step += 1
+        self._last = time
+        return self.step
+
+    def reset(self) -> None:
+        """The next call is the first step of a run."""
+        self.step = self._last = None
+
+
+class Forward:
+    """The forward call that runs, or ran last.
+
+    Args:
+        model: the transformer (not its compiled wrapper).
+        family: what is known of it.
+        attention: gets the time of every call.
+        clock: counts steps.
+        train_timesteps: the time argument at full noise.
+        watched: whether somebody looks at steps and times, which costs one wait for the device.
+        compiled: whether a hook also sits outside the compiled model, where values can be read.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        family: Family,
+        attention: SparseAttention,
+        *,
+        clock: Clock,
+        train_timesteps: int,
+        watched: bool,
+        compiled: bool,
+    ) -> None:
+        self.family, self.attention, self.clock = family, attention, clock
+        self.train_timesteps = train_timesteps
+        self.grid: Grid | None = None
+        self.step: int | None = None
+        self.time: float | None = None
+        self.text_lengths: tuple[int, ...] | None = None
+        self._config = model.config
+        self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        self._watched = watched or attention.log.record
+        self._compiled = compiled
+        self._by_hand = False
+
+    def hook(self) -> Callable[..., None]:
+        """Goes in front of the transformer, with keyword arguments."""
+        return _Hook(self)
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Reads the arguments of a forward call."""
+        inside = torch.compiler.is_compiling()
+        if inside and self._compiled:
+            return
+        given = {**dict(zip(self._names, args)), **kwargs}
+        self.grid = self.family.grid(self._config, given)
+        if inside:  # a graph cannot read the values of tensors
+            self.text_lengths = None
+            if not self._by_hand:
+                self.attention.begin_step(None)
+            return
+        self.text_lengths = self._read_text(given)
+        if not self._by_hand:
+            self._publish(given.get("timestep"))
+
+    def begin_step(self, time: float | Tensor | None) -> None:
+        """Publishes a time by hand, normalised, until `None` gives it back to the hook."""
+        self._by_hand = time is not None
+        self.attention.begin_step(time)
+        self._note(time)
+
+    def _publish(self, timestep: float | Tensor | None) -> None:
+        time = None if timestep is None else timestep / self.train_timesteps
+        if time is not None and not self.family.falling:
+            time = 1 - time
+        self.attention.begin_step(time)
+        self._note(time)
+
+    def _note(self, time: float | Tensor | None) -> None:
+        moment = step_time(time, name="timestep") if self._watched else None
+        self.time = None if moment is None else moment.value
+        self.step = None if self.time is None else self.clock.tick(self.time)
+
+    def _read_text(self, given: Mapping[str, Any]) -> tuple[int, ...] | None:
+        mask = given.get(self.family.text_mask) if self.family.text_mask else None
+        return None if mask is None else tuple(mask.bool().sum(1).tolist())
+
+
+class _Hook:
+    """A copy or a pickle of the model gets a hook that does nothing."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        del module
+        self._forward.begin(args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _idle, ()
+
+
+class CrossCount:
+    """Hook behind a cross-attention module: counts the call, which stays as it is."""
+
+    def __init__(self, attention: SparseAttention, layer: int) -> None:
+        self._attention, self._layer = attention, layer
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self._attention.log.count(CROSS_CALL, layer=self._layer)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _idle, ()
+
+
+def _idle() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*args: Any) -> None:
+    del args

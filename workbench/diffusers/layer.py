@@ -1,0 +1,168 @@
+"""One attached layer: takes the model's attention call, crops padding, hands it to the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockattn import UnsupportedError
+from workbench.attention import SparseAttention
+from workbench.diffusers.forward import Forward
+from workbench.diffusers.parallel import ulysses_group
+from workbench.diffusers.splice import OwnAttention
+from workbench.models.dit import AttentionCall
+from workbench.ulysses import to_heads, to_tokens
+
+Observe = Callable[[Tensor, Tensor, Tensor, AttentionCall], None]
+# Arguments of the model's attention function that a sparse call has too, at these values.
+PLAIN = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+ELSEWHERE = ("backend", "parallel_config")  # how the model attends, not what
+
+
+@dataclass(frozen=True)
+class ModelCall(AttentionCall):
+    """A call of a model of diffusers, with what the model itself would have done."""
+
+    own: OwnAttention = field(kw_only=True, compare=False, repr=False)
+
+
+def model_dense(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
+    """The dense baseline: the model's own attention function, with its backend."""
+    return call.own(q, k, v)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Samples of a batch that can be attended together, and their valid tokens.
+
+    Attributes:
+        samples: their numbers; `None` is the whole batch.
+        tokens: valid ones, at the start of the sequence.
+    """
+
+    samples: tuple[int, ...] | None
+    tokens: int
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The piece of x [B, T, H, D]; of the whole batch a view."""
+        return (x if self.samples is None else x[list(self.samples)])[:, : self.tokens]
+
+    def put(self, out: Tensor, value: Tensor) -> None:
+        """Writes the piece's output where it belongs."""
+        rows = slice(None) if self.samples is None else list(self.samples)
+        out[rows, : self.tokens] = value
+
+
+class Layer:
+    """The attention of one module of the model.
+
+    Args:
+        index: number of the layer.
+        attention: decides and runs.
+        forward: what the forward call is about.
+        observe: sees q, k, v of every call, without padding, before it is attended.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        attention: SparseAttention,
+        forward: Forward,
+        observe: Observe | None = None,
+    ) -> None:
+        self.index, self.attention, self.forward = index, attention, forward
+        self.observe = observe
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, own: OwnAttention) -> Tensor:
+        """Attention of a self-attention call: q, k, v and output [B, T, H, D]."""
+        group = ulysses_group(own.options.get("parallel_config"))
+        if group is None:
+            return self._attend(q, k, v, own)
+        alone = replace(own, options={**own.options, "parallel_config": None})
+        q, k, v = (to_heads(x, group) for x in (q, k, v))
+        return to_tokens(self._attend(q, k, v, alone), group)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, own: OwnAttention) -> Tensor:
+        whole = self._call(q.shape[1], own)
+        refused = self._refusal(q, own)
+        if refused is not None:
+            self._not_observed(refused)
+            return self.attention(q, k, v, whole, refused=refused)
+        pieces = self._pieces(q, own)
+        cropped = replace(own, mask=None)
+        parts = [
+            (piece.cut(q), piece.cut(k), piece.cut(v), self._call(piece.tokens, cropped))
+            for piece in pieces
+        ]
+        if self.observe is not None:
+            for part in parts:
+                self.observe(*part)
+        if self.attention.goes_dense(q, k, v, whole):
+            return self.attention(q, k, v, whole)
+        if len(pieces) == 1 and pieces[0] == Piece(None, q.shape[1]):
+            return self.attention(*parts[0])
+        out = torch.zeros_like(q)  # of padding
+        for piece, part in zip(pieces, parts):
+            piece.put(out, self.attention(*part))
+        return out
+
+    def _call(self, tokens: int, own: OwnAttention) -> ModelCall:
+        """Where the call comes from. Graphs do not depend on step and time: the policy has them."""
+        now, inside = self.forward, torch.compiler.is_compiling()
+        grid = now.grid or (tokens, 1, 1)
+        text = tokens - prod(grid)
+        return ModelCall(
+            self.index,
+            None if inside else now.step,
+            None if inside else now.time,
+            grid,
+            prefix=text if now.family.text == "before" else 0,
+            suffix=text if now.family.text == "after" else 0,
+            own=own,
+        )
+
+    def _refusal(self, q: Tensor, own: OwnAttention) -> tuple[str, str] | None:
+        """Why the call cannot be sparse, as far as the model is concerned."""
+        grid, family = self.forward.grid, self.forward.family
+        if grid is None:
+            return "token grid", "the forward call does not say how its tokens lie in (t, h, w)"
+        text = q.shape[1] - prod(grid)
+        if text < 0 or (text and family.text == "nowhere"):
+            return "token grid", f"{q.shape[1]} tokens for a grid of {grid}"
+        odd = {name: own.options.get(name, plain) for name, plain in PLAIN.items()}
+        odd = {name: value for name, value in odd.items() if value != PLAIN[name]}
+        odd |= {n: x for n, x in own.options.items() if x and n not in (*PLAIN, *ELSEWHERE)}
+        if odd:
+            return "attention options", ", ".join(f"{n}={x!r}" for n, x in odd.items())
+        if own.mask is not None and not self._understands(q, own.mask):
+            return "attention mask", f"shape {tuple(own.mask.shape)}"
+        return None
+
+    def _understands(self, q: Tensor, mask: Tensor) -> bool:
+        """Whether the mask hides padded text, whose lengths the forward call gave."""
+        lengths = self.forward.text_lengths
+        over_keys = (q.shape[0], 1, 1, q.shape[1])
+        return lengths is not None and len(lengths) == q.shape[0] and mask.shape == over_keys
+
+    def _pieces(self, q: Tensor, own: OwnAttention) -> list[Piece]:
+        lengths = self.forward.text_lengths
+        if own.mask is None or lengths is None or self.forward.grid is None:
+            return [Piece(None, q.shape[1])]
+        video, distinct = prod(self.forward.grid), sorted(set(lengths))
+        if len(distinct) == 1:
+            return [Piece(None, video + distinct[0])]
+        return [
+            Piece(tuple(n for n, x in enumerate(lengths) if x == length), video + length)
+            for length in distinct
+        ]
+
+    def _not_observed(self, refused: tuple[str, str]) -> None:
+        if self.observe is not None:
+            raise UnsupportedError(
+                f"layer {self.index}: its attention cannot be observed ({': '.join(refused)})"
+            )

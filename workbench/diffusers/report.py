@@ -1,0 +1,46 @@
+"""What is attached and what ran, as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workbench.diffusers.model import AttachedModel
+
+
+def report(models: Sequence[AttachedModel]) -> str:
+    """One paragraph for each transformer: layers, modules left alone with the reason, what ran."""
+    return "\n\n".join(_model(model) for model in models)
+
+
+def _model(model: AttachedModel) -> str:
+    counts = model.attention.counts()
+    lines = [
+        f"{model.name}: {model.family.model}, {len(model.layers)} layers attached",
+        *(f"  not attached: {n} x {why}" for why, n in Counter(model.left_alone.values()).items()),
+        f"  calls: {counts}",
+        *_layers(model),
+    ]
+    return "\n".join(lines)
+
+
+def _layers(model: AttachedModel) -> list[str]:
+    densities = _densities(model)
+    lines = []
+    for index, name in model.layers.items():
+        counts = model.attention.counts(index)
+        density = f", density {densities[index]:.4f}" if index in densities else ""
+        lines.append(f"  layer {index} ({name}): {counts}{density}")
+    if not densities:
+        lines.append("  density: not recorded; attach with record=True")
+    return lines
+
+
+def _densities(model: AttachedModel) -> dict[int, float]:
+    """Mean delivered density of every layer, dense calls included."""
+    by_layer: dict[int, list[float]] = {}
+    for record in model.attention.records:
+        by_layer.setdefault(record.layer, []).append(record.density)
+    return {layer: sum(values) / len(values) for layer, values in by_layer.items()}
