@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,12 +26,20 @@ from blockattn.impl import triton as kernels
 from blockattn.problem import make_problem
 from blockattn.quant import quantised_attention
 from tests import independent_large as independent
+from tests.gpu_checks import (
+    DEVICE,
+    DTYPE,
+    assert_rounded_means,
+    assert_within_the_error_rule,
+    captured,
+    chosen_blocks,
+    draw,
+    syncs_are_errors,
+)
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
 from blockattn.impl.triton import launch  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # what the interpreter computes in
 FULL = [pytest.param(size, marks=pytest.mark.gpu) for size in (4096, 4097, 32768, 75600)]
 GRID = (8, 12, 16) if DEVICE == "cuda" else (4, 8, 8)  # of the public calls: 24 or 4 blocks
 SKIP_TILES = [(64, 64), (128, 128)]
@@ -41,20 +48,6 @@ SKIP_TILES = [(64, 64), (128, 128)]
 @pytest.fixture(autouse=True)
 def interpreter_may_run_on_the_cpu(monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", ("cuda", "cpu"))
-
-
-def draw(tokens: int, *, heads=2, key_heads=None, dim=64, drift=0.0, seed=0):
-    """q, k, v made on the device; with drift neighbours resemble each other, as in a video."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=DEVICE)
-
-    q, k, v = (normal(1, tokens, n, dim) for n in (heads, *(2 * (key_heads or heads,))))
-    if drift:
-        walk = drift * (normal(tokens, dim) / math.sqrt(tokens)).cumsum(dim=0)[None, :, None]
-        q, k = q + walk, k + walk
-    return q.to(DTYPE), k.to(DTYPE), v.to(DTYPE)
 
 
 # -- an independent reference at full length ------------------------------------------------------
@@ -88,31 +81,6 @@ def test_sol_attention_agrees_with_an_independent_reference(tokens, thresh_type,
             exact=route[0, head, row], tail=(tail.k_mean[0, :, group], tail.v_sum[0, :, group]),
         )  # fmt: skip
         assert_within_the_error_rule(out[0, rows, head], trace.lse[0, head, rows], found)
-
-
-def assert_rounded_means(tail: BlockSummary, k: Tensor, v: Tensor) -> None:
-    """Key means and value sums are those of the definition, rounded once."""
-    for found, x, mean in ((tail.k_mean, k, True), (tail.v_sum, v, False)):
-        sums, lengths = independent.block_sums(x)
-        want = sums / lengths[None, :, None, None] if mean else sums
-        half = torch.finfo(x.dtype).eps * want.abs() / 2 + 1e-5
-        assert ((found.double() - want).abs() <= half).all()
-
-
-def chosen_blocks(heads: int, blocks: int, count: int = 10) -> list[tuple[int, int]]:
-    """The first and the last block of the last head, and others at random."""
-    generator = torch.Generator().manual_seed(blocks)
-    head = torch.randint(heads, (count,), generator=generator).tolist()
-    row = torch.randint(blocks, (count,), generator=generator).tolist()
-    return [(heads - 1, 0), (heads - 1, blocks - 1), *zip(head, row)]
-
-
-def assert_within_the_error_rule(out: Tensor, lse: Tensor, want: independent.Rows) -> None:
-    """At most twice the error of plain arithmetic at the inputs' dtype, plus one rounding."""
-    assert torch.isfinite(want.out).all()
-    allowed = 2 * want.rounding + torch.finfo(out.dtype).eps * float(want.out.abs().max())
-    assert float((out.double() - want.out).abs().max()) <= allowed
-    assert ((lse.double() - want.lse).abs() <= 1e-4 + 1e-6 * want.lse.abs()).all()
 
 
 @pytest.mark.parametrize("tokens", [300, *FULL])
@@ -203,17 +171,6 @@ def test_the_list_of_calls_is_complete():
     assert tuple(public_calls()) == CALLS
 
 
-@contextmanager
-def syncs_are_errors():
-    """A call that waits for the GPU raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.gpu
 def test_a_wait_would_be_noticed():
     x = torch.ones(2, device="cuda")
@@ -266,19 +223,6 @@ def test_inputs_stay_what_they_were(name):
 
 
 # -- CUDA graphs ----------------------------------------------------------------------------------
-
-
-def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """The call as a graph, after a run that compiles, and the tensor a replay writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph, out
 
 
 @pytest.mark.gpu
