@@ -444,3 +444,38 @@ def test_a_masked_call_goes_to_the_masked_attention_of_the_baseline():
 def test_the_flag_is_a_flag():
     with pytest.raises(TypeError, match="cross=1: expected True or False"):
         SparseAttention(SOL)(*qkv(), CALL, cross=1)  # pyright: ignore[reportArgumentType]
+
+
+# -- a tau for every layer ----------------------------------------------------------------------
+
+
+def test_each_layer_runs_with_its_own_tau():
+    q, k, v = qkv()
+    each = SparseAttention(SolAttnConfig(), num_layers=2, taus=(2.0, -1e6), record=True)
+    for layer, tau in enumerate((2.0, -1e6)):
+        one = SparseAttention(SolAttnConfig(tau=tau), num_layers=2, record=True)
+        call = AttentionCall(layer=layer, step=0, time=0.5, grid=GRID)
+        assert torch.equal(each(q, k, v, call), one(q, k, v, call))
+        assert each.records[-1].density == one.records[-1].density
+    assert each.records[0].density < 1 == each.records[1].density
+    assert dict(each.graph_key())["tau"] == (2.0, -1e6)
+
+
+@pytest.mark.parametrize(
+    "config, taus, message",
+    [
+        (SolAttnConfig(), (1.0,), r"taus has 1 values: must be one for each of the model's 2"),
+        (SolAttnConfig(), (1.0, float("nan")), r"taus\[1\]=nan"),
+        (SKIP, (1.0, 1.0), "taus are for sol_attn"),
+    ],
+)
+def test_taus_that_fit_no_model_or_algorithm_are_refused(
+    config: Any, taus: tuple[float, ...], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        SparseAttention(config, num_layers=2, taus=taus)
+
+
+def test_a_dense_layer_beyond_the_named_modules_is_refused():
+    with pytest.raises(ValueError, match="dense_layers has 7: the model's 2 layers"):
+        SparseAttention(SolAttnConfig(dense_layers=(7,)), module_names=["a", "b"])

@@ -68,12 +68,14 @@ class Sol:
     sink_tokens: int
     impl: str
     dense: Dense = field(compare=False)
+    taus: tuple[float, ...] | None = None
 
     def keeps_dense(self, layer: int) -> bool:
         return layer in self.dense_layers
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: Any, *, trace: bool) -> Outcome:
-        settings = {"tau": self.tau, "thresh_type": self.thresh_type, "impl": self.impl}
+        tau = self.tau if self.taus is None else self.taus[call.layer]
+        settings = {"tau": tau, "thresh_type": self.thresh_type, "impl": self.impl}
         start, count = self._sink(q.shape[1], call)
         sink = {"sink_start": start, "sink_tokens": count}
         result = sol_attention(q, k, v, **settings, **sink, return_trace=trace)  # pyright: ignore[reportArgumentType]
@@ -99,7 +101,7 @@ class Sol:
 
     def knobs(self) -> Knobs:
         return (
-            ("tau", self.tau),
+            ("tau", self.tau if self.taus is None else self.taus),
             ("thresh_type", self.thresh_type),
             ("disabled_until_timestep", self.cutoff),
             ("dense_layers", tuple(sorted(self.dense_layers))),

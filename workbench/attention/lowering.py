@@ -53,6 +53,7 @@ class Surroundings:
     sink_start: int | None = None
     sink_tokens: int = 0
     key_tokens: int | None = None
+    taus: Sequence[float] | None = None
     impl: str = "auto"
 
     def __post_init__(self) -> None:
@@ -67,6 +68,8 @@ class Surroundings:
             checks.integer("num_layers", self.num_layers, minimum=1)
         if self.module_names is not None:
             self._check_names(self.module_names)
+        if self.taus is not None:
+            self._check_taus(self.taus)
 
     def _check_names(self, names: Sequence[str]) -> None:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -76,6 +79,15 @@ class Surroundings:
                 "at least one layer" if self.num_layers is None else f"{self.num_layers} layers"
             )
             raise ValueError(f"module_names has {len(names)} names: must name {wanted}")
+
+    def _check_taus(self, taus: Sequence[float]) -> None:
+        if len(taus) != self.num_layers:
+            raise ValueError(
+                f"taus has {len(taus)} values: must be one for each of the model's "
+                f"{self.num_layers} layers"
+            )
+        for layer, tau in enumerate(taus):
+            checks.finite_number(f"taus[{layer}]", tau)
 
     def check_used(self, sparse: object) -> None:
         """Refuses what the algorithm would not look at.
@@ -91,6 +103,8 @@ class Surroundings:
             0,
         ):
             unused.append("sink_start and sink_tokens are for sol_attn")
+        if not isinstance(sparse, SolAttnConfig) and self.taus is not None:
+            unused.append("taus are for sol_attn")
         if not isinstance(sparse, VideoSparseAttentionConfig) and self.gate != "model":
             unused.append(f"gate={self.gate!r} is for vsa")
         if not isinstance(sparse, SkipSoftmaxConfig):
@@ -144,6 +158,7 @@ def _sol(sparse: SolAttnConfig, given: Surroundings) -> Sol:
         sink_tokens=given.sink_tokens,
         impl=given.impl,
         dense=given.dense,
+        taus=None if given.taus is None else tuple(map(float, given.taus)),
     )
 
 

@@ -72,6 +72,8 @@ class SparseAttention:
         sink_start, sink_tokens: Sol-Attn's sink, see `blockattn.sol_attention`. The query rows of
             the sink are attended densely.
         key_tokens: keys of the whole sequence, where k holds one rank's part of it.
+        taus: Sol-Attn's tau of every layer, in place of the configuration's one; files for ComfyUI
+            hold them.
         impl: implementation of the sparse calls; a name that cannot serve a call raises.
         strict: raise where a call would go dense unintended or lacks its denoising time; `None`
             reads WORKBENCH_STRICT.
@@ -99,6 +101,7 @@ class SparseAttention:
         sink_start: int | None = None,
         sink_tokens: int = 0,
         key_tokens: int | None = None,
+        taus: Sequence[float] | None = None,
         impl: str = "auto",
         strict: bool | None = None,
         record: bool = False,
@@ -117,13 +120,14 @@ class SparseAttention:
         self._mechanism, self._quantised = lower(
             self.config,
             Surroundings(
-                num_layers=num_layers,
+                num_layers=num_layers or self._layers or None,
                 checkpoint_config=checkpoint_config,
                 module_names=module_names,
                 gate=gate,
                 sink_start=sink_start,
                 sink_tokens=sink_tokens,
                 key_tokens=key_tokens,
+                taus=taus,
                 impl=impl,
                 dense=dense,
                 warn=self.log.warn_once,

@@ -27,7 +27,7 @@ from workbench.diffusers.report import report
 
 TRAIN_TIMESTEPS = 1000  # of every scheduler of these families, unless the pipeline's says otherwise
 COMPONENTS = ("transformer", "transformer_2")
-OPTIONS = ("checkpoint_config", "gate", "quantise_dense", "impl", "strict", "record")
+OPTIONS = ("checkpoint_config", "gate", "quantise_dense", "taus", "impl", "strict", "record")
 Configs = AnyConfig | Mapping[str, AnyConfig]
 
 
@@ -55,7 +55,7 @@ def attach(
         train_timesteps: the time argument at full noise, of which denoising time is a share. The
             pipeline's scheduler knows it; a transformer alone takes 1000.
         options: of :class:`workbench.attention.SparseAttention`, for every transformer:
-            `checkpoint_config`, `gate`, `quantise_dense`, `impl`, `strict`, `record`.
+            `checkpoint_config`, `gate`, `quantise_dense`, `taus`, `impl`, `strict`, `record`.
 
     Raises:
         TypeError: no such model, or an option that does not exist.
