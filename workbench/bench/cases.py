@@ -15,7 +15,7 @@ from workbench.bench.inputs import QKV, Bench
 from workbench.bench.roofline import Ceilings
 from workbench.bench.timing import medians
 
-PYTORCH_IMPLS = ("eager", "reference")  # what the table of targets is not about
+NOT_OURS = ("cudnn", "flash", "eager", "reference")  # what the table of targets is not about
 
 
 @dataclass(frozen=True)
@@ -95,5 +95,5 @@ def served_by(data: QKV) -> tuple[str, ...]:
     return tuple(
         item.name
         for item in registry.implementations()
-        if item.name not in PYTORCH_IMPLS and not item.obstacles(problem)
+        if item.name not in NOT_OURS and not item.obstacles(problem)
     )

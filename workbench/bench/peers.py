@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from blockattn import BlockRoute
+from blockattn.impl import cudnn, flash
+from blockattn.problem import Problem, make_problem
 
 Call = Callable[[], Tensor]
 
@@ -38,7 +40,7 @@ def dense_peers(q: Tensor, k: Tensor, v: Tensor) -> Found:
         "sdpa default": lambda: _sdpa(q, k, v, None),
         "sdpa flash": lambda: _sdpa(q, k, v, SDPBackend.FLASH_ATTENTION),
         "sdpa cudnn": lambda: _sdpa(q, k, v, SDPBackend.CUDNN_ATTENTION),
-        "flash-attn-4": lambda: _flash_dense(q, k, v),
+        "flash-attn-4": lambda: _adapter(flash, make_problem(q, k, v)),
     }
     return _attempts(builders, q.device)
 
@@ -46,20 +48,23 @@ def dense_peers(q: Tensor, k: Tensor, v: Tensor) -> Found:
 def block_mask_peers(q: Tensor, k: Tensor, v: Tensor, route: BlockRoute) -> Found:
     """Attention under a block mask of every library, lists made before, each tried once."""
     index, count = route.lists()
+    problem = replace(make_problem(q, k, v, route=route), lists=(index, count))
     builders = {
-        "cudnn block-sparse": lambda: _cudnn_mask(q, k, v, index, count, route.block),
-        "flash-attn-4": lambda: _flash_mask(q, k, v, index, count, route.block),
+        "cudnn block-sparse": lambda: _adapter(cudnn, problem),
+        "flash-attn-4": lambda: _adapter(flash, problem),
         "flexattention": lambda: _flex(q, k, v, index, count, route.block),
     }
     return _attempts(builders, q.device)
 
 
-def attempt(build: Callable[[], Call]) -> Call | Absent:
+def attempt(build: Callable[[], Call | Absent]) -> Call | Absent:
     """The call that ``build`` gives once it has run, or why it cannot."""
     try:
         call = build()
     except (ImportError, OSError) as error:
         return Absent(f"not installed: {_short(error)}")
+    if isinstance(call, Absent):
+        return call
     try:
         if call().is_cuda:
             torch.cuda.synchronize()
@@ -68,7 +73,7 @@ def attempt(build: Callable[[], Call]) -> Call | Absent:
     return call
 
 
-def _attempts(builders: Mapping[str, Callable[[], Call]], device: torch.device) -> Found:
+def _attempts(builders: Mapping[str, Callable[[], Call | Absent]], device: torch.device) -> Found:
     if device.type == "cuda":
         return {name: attempt(build) for name, build in builders.items()}
     elsewhere = Absent(f"needs a CUDA GPU, the tensors are on {device}")
@@ -125,41 +130,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Call:
     return call
 
 
-def _flash_dense(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    from flash_attn.cute.interface import flash_attn_func
-
-    return lambda: _first(flash_attn_func(q, k, v))
-
-
-def _flash_mask(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, count: Tensor, block: tuple[int, int]
-) -> Call:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.interface import flash_attn_func
-
-    # Every listed block is whole, so that no mask function is asked.
-    tensors = BlockSparseTensorsTorch(
-        mask_block_cnt=torch.zeros_like(count),
-        mask_block_idx=torch.zeros_like(index),
-        full_block_cnt=count,
-        full_block_idx=index,
-        block_size=block,
-    )
-    return lambda: _first(flash_attn_func(q, k, v, block_sparse_tensors=tensors))
-
-
-def _cudnn_mask(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, count: Tensor, block: tuple[int, int]
-) -> Call:
-    from cudnn.block_sparse_attention import block_sparse_attention_forward as forward
-
-    def call() -> Tensor:
-        made: Any = forward(
-            q, k, v, index, q2k_block_nums=count, sparse_block_size=block[0], layout="bshd"
-        )
-        return made["o_tensor"]
-
-    return call
+def _adapter(library: Any, problem: Problem) -> Call | Absent:
+    """A library through the project's adapter to it, a module with `obstacles` and `run`."""
+    found = library.obstacles(problem)
+    if found:
+        return Absent("; ".join(found))
+    return lambda: library.run(problem).out
 
 
 def _flex(
@@ -189,8 +165,3 @@ def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
-
-
-def _first(made: Any) -> Tensor:
-    """flash-attn-4 returns the output, or a pair with the LSE, depending on its version."""
-    return made[0] if isinstance(made, tuple) else made
