@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from blockattn import BlockSummary
+from blockattn import BlockRoute, BlockSummary
 from tests import independent_large as independent
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,6 +28,14 @@ def draw(tokens: int, *, heads=2, key_heads=None, dim=64, drift=0.0, seed=0):
         walk = drift * (normal(tokens, dim) / math.sqrt(tokens)).cumsum(dim=0)[None, :, None]
         q, k = q + walk, k + walk
     return q.to(DTYPE), k.to(DTYPE), v.to(DTYPE)
+
+
+def random_route(q: Tensor, k: Tensor, density=0.4, seed=1) -> BlockRoute:
+    """A route for q and k in blocks of 64, the same on every machine."""
+    blocks = (-(-x.shape[1] // 64) for x in (q, k))
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(q.shape[0], q.shape[2], *blocks, generator=generator) < density
+    return BlockRoute.from_dense(mask.to(DEVICE), seqlens=(q.shape[1], k.shape[1]))
 
 
 def assert_rounded_means(tail: BlockSummary, k: Tensor, v: Tensor) -> None:
