@@ -8,6 +8,7 @@ or it is exact because it lies in the diagonal band or in the sink, or it is app
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -36,11 +37,20 @@ class TileState(IntEnum):
     MASKED = 2  # not reachable under the causal mask
 
 
-def classify(scores: BlockScores, tau: float, batch: int = 0, head: int = 0) -> Tensor:
+def classify(
+    scores: BlockScores,
+    tau: float,
+    batch: int = 0,
+    head: int = 0,
+    blocks: Sequence[int] | None = None,
+) -> Tensor:
     """Decision of every block pair of one head, uint8 ``[Nq, Nk]`` with :class:`Decision` codes.
 
     A pair that passes by itself counts as routed also inside the band or the sink, so the other
     two classes show what those rules add. The exact pairs equal ``scores.route(tau)``.
+
+    Args:
+        blocks: query block of every row, where the scores are of some rows alone.
 
     Raises:
         TypeError, ValueError: tau is not finite, or there is no such batch or head.
@@ -48,6 +58,8 @@ def classify(scores: BlockScores, tau: float, batch: int = 0, head: int = 0) -> 
     z = _head(scores, scores.z, batch, head)
     routed = z > checks.finite_number("tau", tau)
     query, key = (torch.arange(size, device=z.device) for size in z.shape)
+    if blocks is not None:
+        query = torch.tensor(list(blocks), device=z.device)
     band = (query[:, None] - key[None, :]).abs() <= BAND
     sink = (key >= scores.sink[0]) & (key < scores.sink[1])
     classes = torch.zeros_like(z, dtype=torch.uint8)

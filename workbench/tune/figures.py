@@ -14,13 +14,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import imread, imsave
 
+from blockattn import BlockRoute
 from workbench import decisions
+from workbench.rows import query_places
 from workbench.tune.rows import Row
 from workbench.tune.run import TuneResult
 from workbench.views import (
     draw_curve,
     draw_frames,
     draw_route,
+    draw_rows,
     draw_skip,
     frames_size,
     heatmap,
@@ -97,8 +100,11 @@ def frames(result: TuneResult) -> Figure:
     else:
         exact = prepared.reachable - prepared.skipped(row.value)
     block = exact.block[0]
-    middle = (grid.prefix + grid.video_tokens // 2) // block
-    selected = decisions.selected_tokens(exact.dense()[row.batch, row.head, middle], grid, block)
+    places = _places(result, exact)
+    wanted = (grid.prefix + grid.video_tokens // 2) // block
+    at = min(range(len(places)), key=lambda n: abs(places[n] - wanted))
+    middle = places[at]
+    selected = decisions.selected_tokens(exact.dense()[row.batch, row.head, at], grid, block)
     figure = new_figure(*frames_size(grid.shape))
     draw_frames(
         figure,
@@ -146,17 +152,26 @@ def draw_error(ax: Axes, result: TuneResult) -> None:
 
 def draw_map(figure: Figure | SubFigure, result: TuneResult) -> None:
     """Routing or skip map of the worst head with its line of text."""
-    row = result.worst()[0]
+    row, blocks = result.worst()[0], result.capture.query_blocks
     prepared = _prepared(result, row)
+    ax = figure.subplots()
     if result.method.knob == "tau":
-        states = decisions.classify(prepared, row.value, row.batch, row.head)
+        states = decisions.classify(prepared, row.value, row.batch, row.head, blocks)
         edges = decisions.frame_edges(result.capture.grid)
-        draw_route(figure.subplots(), states, _title(result, row), frame_edges=edges)
+        if blocks is not None:
+            exact = states != decisions.Decision.APPROXIMATE
+            draw_rows(ax, exact, blocks, _title(result, row))
+        else:
+            draw_route(ax, states, _title(result, row), frame_edges=edges)
         text = decisions.describe(states)
     else:
         dropped = prepared.skipped(row.value)
         states = decisions.skip_states(dropped, prepared.reachable, row.batch, row.head)
-        draw_skip(figure.subplots(), states, _title(result, row))
+        if blocks is not None:
+            exact, places = states == decisions.TileState.COMPUTED, _places(result, dropped)
+            draw_rows(ax, exact, places, _title(result, row), what="tile", rest="skipped")
+        else:
+            draw_skip(ax, states, _title(result, row))
         text = decisions.describe_skip(states)
     figure.supxlabel("\n".join(wrap(text, 92)), x=0.02, ha="left", fontsize=8)
 
@@ -207,8 +222,14 @@ FIGURES: dict[str, Callable[[TuneResult], Figure]] = {
 
 
 def _prepared(result: TuneResult, row: Row) -> Any:
-    data = result.capture.load(row.layer, row.step).to(result.device)
-    return result.method.prepare(data.q, data.k)
+    data = result.capture.load_rows(row.layer, row.step).to(result.device)
+    return result.method.prepare(data.q, data.k, data.query_blocks)
+
+
+def _places(result: TuneResult, route: BlockRoute) -> list[int]:
+    """Index in the whole map of every row of a route."""
+    blocks = result.capture.query_blocks
+    return list(range(route.grid[0])) if blocks is None else query_places(blocks, route.block[0])
 
 
 def _means(rows: list[Row], quantity: Callable[[Row], float], key: Callable[[Row], tuple]) -> dict:

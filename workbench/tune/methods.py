@@ -20,10 +20,10 @@ from blockattn import (
     skip_gaps,
     skip_softmax_attention,
     sol_attention,
-    sol_scores,
 )
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig
 from workbench.probe import Probe, probe_skip, probe_sol
+from workbench.rows import Blocks, check_tiles, probe_rows, row_scores
 from workbench.tune.choice import next_above
 
 LADDER = 9
@@ -32,12 +32,15 @@ LARGEST = 0.99  # lambda of 1 and more drops a tile although it holds a new maxi
 
 
 class Method(Protocol):
-    """The questions that tuning asks of an algorithm; ``prepared`` is what its one pass found."""
+    """The questions that tuning asks of an algorithm; ``prepared`` is what its one pass found.
+
+    ``blocks`` says which query blocks q holds where a capture keeps a sample, else it is ``None``.
+    """
 
     algorithm: ClassVar[str]
     knob: ClassVar[str]
 
-    def prepare(self, q: Tensor, k: Tensor) -> Any:
+    def prepare(self, q: Tensor, k: Tensor, blocks: Blocks | None = None) -> Any:
         """One pass over q, k ``[B, T, H, D]`` that serves every value of the knob."""
         ...
 
@@ -53,7 +56,9 @@ class Method(Protocol):
         """The real sparse call, routing included."""
         ...
 
-    def probe(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Probe:
+    def probe(
+        self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str, blocks: Blocks | None = None
+    ) -> Probe:
         """The real sparse call with its trace, against dense by the implementation that ran."""
         ...
 
@@ -96,8 +101,8 @@ class SolAttn:
     def routing(self) -> dict[str, Any]:
         return {"thresh_type": self.thresh_type, "sink_tokens": self.sink_tokens}
 
-    def prepare(self, q: Tensor, k: Tensor) -> BlockScores:
-        return sol_scores(q, k, **self.routing)
+    def prepare(self, q: Tensor, k: Tensor, blocks: Blocks | None = None) -> BlockScores:
+        return row_scores(q, k, blocks, **self.routing)
 
     def density(self, prepared: BlockScores, values: Sequence[float]) -> Tensor:
         return prepared.density(list(values)).cpu()
@@ -108,7 +113,11 @@ class SolAttn:
     def run(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Tensor:
         return sol_attention(q, k, v, tau=value, impl=impl, **self.routing)
 
-    def probe(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Probe:
+    def probe(
+        self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str, blocks: Blocks | None = None
+    ) -> Probe:
+        if blocks is not None:
+            return probe_rows(q, k, v, blocks, value, impl=impl, **self.routing)
         return probe_sol(q, k, v, value, impl=impl, **self.routing)
 
     def estimate(self, density: float) -> float:
@@ -140,7 +149,8 @@ class SkipSoftmax:
     algorithm: ClassVar[str] = "skip_softmax"
     knob: ClassVar[str] = "threshold"
 
-    def prepare(self, q: Tensor, k: Tensor) -> SkipGaps:
+    def prepare(self, q: Tensor, k: Tensor, blocks: Blocks | None = None) -> SkipGaps:
+        check_tiles(blocks, k.shape[1])
         return skip_gaps(q, k)
 
     def density(self, prepared: SkipGaps, values: Sequence[float]) -> Tensor:
@@ -152,7 +162,10 @@ class SkipSoftmax:
     def run(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Tensor:
         return skip_softmax_attention(q, k, v, threshold=value, impl=impl)
 
-    def probe(self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str) -> Probe:
+    def probe(
+        self, q: Tensor, k: Tensor, v: Tensor, value: float, impl: str, blocks: Blocks | None = None
+    ) -> Probe:
+        check_tiles(blocks, k.shape[1])
         return probe_skip(q, k, v, value, impl=impl)
 
     def estimate(self, density: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from blockattn.layout import num_blocks
 from workbench.capture import Capture
 from workbench.config import AttentionConfig, VisualGenConfig
 from workbench.curves import Curve
@@ -141,6 +142,12 @@ def warnings_of(result: TuneResult) -> list[str]:
         found.append(
             f"dense_layers {', '.join(map(str, absent))}: exported, but the capture holds only "
             f"layers {', '.join(map(str, result.capture.layers))}, so nothing here depends on them"
+        )
+    if result.capture.query_blocks is not None:
+        count, total = len(result.capture.query_blocks), num_blocks(result.keys)
+        found.append(
+            f"density and error are of {count} of {total:,} query blocks, all that the capture "
+            "holds; times are not measured, since a few rows would give wrong ones"
         )
     ratios = [line.ratio_measured for line in lines if line.ratio_measured is not None]
     if ratios and min(ratios) >= 1:

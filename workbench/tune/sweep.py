@@ -52,12 +52,12 @@ class Sweep:
         self.prepared = {entry: self._prepare(entry) for entry in self.entries}
 
     def load(self, entry: Entry) -> QKV:
-        return self.capture.load(*entry).to(self.device)
+        return self.capture.load_rows(*entry).to(self.device)
 
     def _prepare(self, entry: Entry) -> Any:
         self.tick(f"one pass, layer {entry[0]} step {entry[1]}")
         data = self.load(entry)
-        return self.method.prepare(data.q, data.k)
+        return self.method.prepare(data.q, data.k, data.query_blocks)
 
     def curve(self, values: Sequence[float]) -> Curve:
         """Density at many values between the least and the largest of those given."""
@@ -79,15 +79,19 @@ class Sweep:
     def _measure_entry(self, entry: Entry, value: float) -> list[Row]:
         self.tick(f"{self.method.knob} {value:.4g}, layer {entry[0]} step {entry[1]}")
         data = self.load(entry)
-        probe = self.method.probe(data.q, data.k, data.v, value, self.settings.impl)
+        inputs = (data.q, data.k, data.v, value, self.settings.impl, data.query_blocks)
+        probe = self.method.probe(*inputs)
         self.ran.add(probe)
         density = self.method.density(self.prepared[entry], [value])[..., 0]
         alone = self.method.alone(self.prepared[entry], value)
         return list(self._rows(data, value, probe, density, alone, self._times(data, value)))
 
     def _times(self, data: QKV, value: float) -> tuple[float | None, float | None]:
-        """Medians (dense, sparse) in milliseconds; dense is the best dense implementation here."""
-        if not self.settings.repeats:
+        """Medians (dense, sparse) in milliseconds; dense is the best dense implementation here.
+
+        None of a sample of rows: the keys are prepared as for all of them.
+        """
+        if not self.settings.repeats or data.query_blocks is not None:
             return None, None
         q, k, v = data.q, data.k, data.v
         measured = time_ratio(

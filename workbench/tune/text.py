@@ -125,7 +125,7 @@ def _meaning(result: TuneResult) -> list[str]:
         "error: relative L2 of the real sparse call against dense.",
         f"time ratio: sparse / dense; estimated = {formula} (matrix products alone).",
     ]
-    if result.settings.repeats:
+    if result.settings.repeats and result.capture.query_blocks is None:
         lines.append(
             f"measured = medians of {result.settings.repeats} interleaved calls on this machine, "
             "routing included, dense by its fastest implementation here."

@@ -25,6 +25,7 @@ from workbench.views.mask import draw_mask, looks
 from workbench.views.methods import draw_methods
 from workbench.views.pareto import draw_pareto
 from workbench.views.route_map import draw_route
+from workbench.views.rows import draw_rows
 from workbench.views.schedule import describe_schedule, draw_schedule
 from workbench.views.schedule_map import draw_schedule_map
 from workbench.views.skip_map import draw_skip
@@ -62,6 +63,7 @@ __all__ = [
     "draw_rates",
     "draw_rounding",
     "draw_route",
+    "draw_rows",
     "draw_schedule",
     "draw_schedule_map",
     "draw_skip",
