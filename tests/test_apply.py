@@ -103,7 +103,7 @@ def test_what_export_wrote_samples_the_same_video_bit_for_bit(target: str, spars
     source = config(sparse, backend="CUTEDSL")
     text = export_config(source, target, PLACE).text
     assert recognise(text) == target
-    back, own = profile(text), Profile("own", "own", (source.attention_config,) * 2)
+    back, own = profile(text), Profile("own", "own", source.attention_config)
     exported, direct = (TINY.sample("disc", 3, made) for made in (back, own))
     assert torch.equal(exported.video, direct.video)
     assert exported.count("sparse") == direct.count("sparse") > 0
@@ -298,7 +298,9 @@ def test_arguments_are_refused_before_anything_is_sampled(
 
 def test_a_profile_of_another_model_is_refused():
     other = read_text("0-5=1.0", Deployment(layers=6))
-    with pytest.raises(ValueError, match="was read for 6 layers, and the model has 2"):
+    with pytest.raises(
+        ValueError, match="taus has 6 values: must be one for each of the model's 2"
+    ):
         compare(TINY, [other], ["disc"], [0])
 
 
@@ -335,8 +337,8 @@ def made(
         )
         for n in range(count)
     ]
-    layer = AttentionConfig(sparse_attention_config=SolAttnConfig())
-    return Comparison("made", [Profile(name, "made", (layer,)) for name in names], pairs)
+    asked = AttentionConfig(sparse_attention_config=SolAttnConfig())
+    return Comparison("made", [Profile(name, "made", asked) for name in names], pairs)
 
 
 def test_a_difference_whose_interval_holds_zero_is_none():

@@ -82,8 +82,8 @@ def read(text: str, place: Deployment) -> Imported:
     return Imported(_configuration(inputs, _tau(inputs, place), place))
 
 
-def read_each_block(text: str, place: Deployment) -> tuple[VisualGenConfig, ...]:
-    """One configuration for every block of the model, where a node gives each a tau of its own.
+def read_taus(text: str, place: Deployment) -> tuple[VisualGenConfig, tuple[float, ...]]:
+    """The configuration, and the tau of every block, which a node may give one by one.
 
     Args:
         place: has the number of layers.
@@ -98,7 +98,8 @@ def read_each_block(text: str, place: Deployment) -> tuple[VisualGenConfig, ...]
     if len(taus) < place.layers:
         own = number_of(inputs.get("tau"), NAME, "inputs.tau")
         taus = dict.fromkeys(range(place.layers), own) | taus
-    return tuple(_configuration(inputs, taus[block], place) for block in range(place.layers))
+    each = tuple(taus[block] for block in range(place.layers))
+    return _configuration(inputs, each[0], place), each
 
 
 def _inputs(text: str) -> dict[str, Any]:

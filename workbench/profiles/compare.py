@@ -22,7 +22,11 @@ from workbench.sample.run import Quality
 from workbench.sweep.statistics import FEWEST, bootstrap
 
 DENSE, CONTROL, OTHER_SEED = "dense", "dense_control", "other_seed"
-EVERYTHING_EXACT = -1e6  # tau below every score: Sol-Attn keeps all blocks
+# Every block exact through the sparse path, as tau is below every score: dense attention in another
+# order of sums.
+EXACT = Profile(
+    CONTROL, "control", AttentionConfig(sparse_attention_config=SolAttnConfig(tau=-1e6))
+)
 Tick = Callable[[str], None]
 
 
@@ -120,15 +124,14 @@ def compare(
     """
     _check_names(profiles)
     model.check(prompts, seeds)
-    control = exact_control(model)
-    for profile in (control, *profiles):  # what can be refused is refused before the work
-        model.policies(profile)
+    for profile in (EXACT, *profiles):  # what can be refused is refused before the work
+        model.policy(profile)
     pairs: list[Pair] = []
     for prompt in prompts:
         dense = _dense_runs(model, prompt, seeds, tick)
         for seed in seeds:
             runs: dict[str, Run] = {DENSE: dense[seed]}
-            for profile in (control, *profiles):
+            for profile in (EXACT, *profiles):
                 tick(f"{profile.name}: {prompt}, seed {seed}")
                 runs[profile.name] = model.sample(prompt, seed, profile)
             runs[OTHER_SEED] = dense[_other(seed, seeds)]
@@ -140,12 +143,6 @@ def videos(profiles: Sequence[Profile], prompts: Sequence[str], seeds: Sequence[
     """Videos that :func:`compare` samples."""
     dense = max(2, len(seeds))
     return len(prompts) * (dense + len(seeds) * (1 + len(profiles)))
-
-
-def exact_control(model: VideoModel) -> Profile:
-    """Every block exact through the sparse path: dense attention in another order of sums."""
-    attention = AttentionConfig(sparse_attention_config=SolAttnConfig(tau=EVERYTHING_EXACT))
-    return Profile(CONTROL, "control", (attention,) * (model.place.layers or 0))
 
 
 def flags(name: str, run: Run, dense: Run, *, sparse: bool) -> list[str]:

@@ -1,7 +1,7 @@
-"""A profile: what an exported file means for the layers of one model.
+"""A profile: what an exported file means for one model.
 
 A file of a serving stack counts in steps, keys or blocks; a profile is read for a model and a
-schedule that are known, and holds one configuration for each layer.
+schedule that are known.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.config import AttentionConfig, SkipSoftmaxConfig, SolAttnConfig, VisualGenConfig
+from workbench.config import (
+    AttentionConfig,
+    SkipSoftmaxConfig,
+    VideoSparseAttentionConfig,
+    VisualGenConfig,
+)
 from workbench.export import Deployment, comfyui, model_optimizer, read_profile, tensorrt_llm
 from workbench.export import import_config as import_target
-from workbench.export.documents import read_json
+from workbench.export.documents import configuration, read_json
 from workbench.export.targets import TARGETS
 
 TAU_PROFILE = "tau_profile"
@@ -23,12 +28,13 @@ FORMATS = (*TARGETS, TAU_PROFILE)
 
 @dataclass(frozen=True)
 class Profile:
-    """What a file asks of every layer.
+    """What a file asks of a model.
 
     Attributes:
         name: how it is called in tables, the stem of the file.
         format: a name of :data:`FORMATS`.
-        layers: configuration of each layer of the model, in order.
+        config: for all layers.
+        taus: Sol-Attn's tau of every layer, where the file gives one for each; else ``None``.
         calibration: config.json with SkipSoftmax's formula and its list of ignored modules;
             ``None`` without one.
         notes: what became of the numbers of the file.
@@ -36,19 +42,31 @@ class Profile:
 
     name: str
     format: str
-    layers: tuple[AttentionConfig, ...]
+    config: AttentionConfig
+    taus: tuple[float, ...] | None = None
     calibration: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     notes: tuple[str, ...] = ()
 
     @property
-    def uniform(self) -> bool:
-        """Whether one configuration serves every layer."""
-        return len(set(map(_key, self.layers))) == 1
+    def sparse(self) -> bool:
+        """Whether it asks for sparsity."""
+        return self.config.sparse_attention_config is not None
 
     @property
-    def sparse(self) -> bool:
-        """Whether any layer asks for sparsity."""
-        return any(layer.sparse_attention_config is not None for layer in self.layers)
+    def vsa(self) -> bool:
+        """Whether it asks for VSA, the only mechanism that looks at a gate."""
+        return isinstance(self.config.sparse_attention_config, VideoSparseAttentionConfig)
+
+    def options(self, gate: str = "model") -> dict[str, Any]:
+        """What :class:`workbench.attention.SparseAttention` takes besides the configuration.
+
+        Args:
+            gate: of VSA; another mechanism gets none.
+        """
+        found: dict[str, Any] = {"taus": self.taus, "checkpoint_config": self.calibration}
+        if self.vsa:
+            found["gate"] = gate
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def read_file(
@@ -98,13 +116,13 @@ def read_text(
     chosen = format or recognise(text)
     if chosen == model_optimizer.NAME:
         calibration = read_json(text, chosen)
-    configs, notes = READERS.get(chosen, _one_for_all)(chosen, text, place)
-    _check_attention_alone(configs[0], chosen)
-    layers = tuple(config.attention_config for config in configs)
-    notes = [*notes, *_kernel_notes(layers[0])]
-    if not isinstance(layers[0].sparse_attention_config, SkipSoftmaxConfig):
+    config, taus, notes = READERS.get(chosen, _one_for_all)(chosen, text, place)
+    _check_attention_alone(config, chosen)
+    attention = config.attention_config
+    if not isinstance(attention.sparse_attention_config, SkipSoftmaxConfig):
         calibration = None  # it would do nothing
-    return Profile(name, chosen, layers, calibration, tuple(notes))
+    notes = (*notes, *_kernel_notes(attention))
+    return Profile(name, chosen, attention, taus, calibration, notes)
 
 
 def recognise(text: str) -> str:
@@ -130,7 +148,7 @@ MARKS = {
     model_optimizer.NAME: ("sparse_attention_config",),
     tensorrt_llm.NAME: ("attention_config",),
 }
-Read = tuple[tuple[VisualGenConfig, ...], list[str]]
+Read = tuple[VisualGenConfig, tuple[float, ...] | None, tuple[str, ...]]
 
 
 def _tau_profile_or_refuse(text: str) -> str:
@@ -144,43 +162,35 @@ def _tau_profile_or_refuse(text: str) -> str:
 
 def _one_for_all(target: str, text: str, place: Deployment) -> Read:
     made = import_target(text, target, place)
-    return (made.config,) * _layers(place), list(made.notes)
+    return made.config, None, made.notes
 
 
 def _node(target: str, text: str, place: Deployment) -> Read:
     del target
-    return comfyui.read_each_block(text, place), []
+    config, taus = comfyui.read_taus(text, place)
+    return config, taus, ()
 
 
 def _taus(target: str, text: str, place: Deployment) -> Read:
     """A bare profile: every block must be named, as the text does not hold the node's own tau."""
-    count = _layers(place)
-    taus = read_profile(text, count)
-    missing = [layer for layer in range(count) if layer not in taus]
+    if place.layers is None:
+        raise ValueError(f"{target}: layers=None: give the number of blocks of the model")
+    taus = read_profile(text, place.layers)
+    missing = [layer for layer in range(place.layers) if layer not in taus]
     if missing:
         raise ValueError(
             f"{target}: blocks {', '.join(map(str, missing))} are not named and keep the tau of "
             "the node, which this text does not hold; name them, or give the node's own JSON"
         )
+    config = configuration(target, {"algorithm": "sol_attn"})
     note = f"{target}: thresh_type diag and no dense phase, as the node computes it"
-    return tuple(_sol(taus[layer]) for layer in range(count)), [note]
+    return config, tuple(taus.values()), (note,)
 
 
 READERS: dict[str, Callable[[str, str, Deployment], Read]] = {
     comfyui.NAME: _node,
     TAU_PROFILE: _taus,
 }
-
-
-def _sol(tau: float) -> VisualGenConfig:
-    sparse = SolAttnConfig(tau=tau)
-    return VisualGenConfig(attention_config=AttentionConfig(sparse_attention_config=sparse))
-
-
-def _layers(place: Deployment) -> int:
-    if place.layers is None:
-        raise ValueError("place.layers=None: a profile is read for a model of known layers")
-    return place.layers
 
 
 def _check_attention_alone(config: VisualGenConfig, format: str) -> None:
@@ -193,11 +203,7 @@ def _check_attention_alone(config: VisualGenConfig, format: str) -> None:
         )
 
 
-def _kernel_notes(layer: AttentionConfig) -> list[str]:
-    if layer.backend is None:
+def _kernel_notes(attention: AttentionConfig) -> list[str]:
+    if attention.backend is None:
         return []
-    return [f"backend={layer.backend} names kernels of TensorRT-LLM; here those below run"]
-
-
-def _key(layer: AttentionConfig) -> str:
-    return layer.model_dump_json()
+    return [f"backend={attention.backend} names kernels of TensorRT-LLM; here those below run"]

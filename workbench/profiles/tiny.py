@@ -13,7 +13,7 @@ from workbench.attention import SparseAttention
 from workbench.export import Deployment
 from workbench.models import VideoDiT, denoising_times, sample
 from workbench.profiles.profile import Profile
-from workbench.profiles.video import LayerByLayer, Run, config_is_vsa, policies
+from workbench.profiles.video import Run, policy
 from workbench.sample.exact import Baseline
 from workbench.sample.settings import check_sampling
 
@@ -62,20 +62,19 @@ class TinyVideo:
         """The model has no module of attention alone; a layer is named by its block."""
         return [f"blocks.{layer}" for layer in range(self.model.config.depth)]
 
-    def policies(self, profile: Profile) -> Sequence[SparseAttention]:
-        """The policy of every layer.
+    def policy(self, profile: Profile) -> SparseAttention:
+        """What the profile launches.
 
         Raises:
             ValueError: VSA with the model's gate, when the weights have none, and as of
-                :func:`workbench.profiles.video.policies`.
+                :func:`workbench.profiles.video.policy`.
         """
-        vsa = any(map(config_is_vsa, profile.layers))
-        if vsa and self.gate == "model" and not self.model.config.gate:
+        if profile.vsa and self.gate == "model" and not self.model.config.gate:
             raise ValueError(
                 f"{profile.name}: VSA needs the gate that a model learns, and these weights have "
                 "none; give weights trained with VSA, or --gate zero for top-k cubes alone"
             )
-        return policies(profile, self.module_names, gate=self.gate, impl=self.impl)
+        return policy(profile, self.module_names, gate=self.gate, impl=self.impl)
 
     def check(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
         """Refuses what the sampler would.
@@ -89,7 +88,7 @@ class TinyVideo:
 
     def sample(self, prompt: str, seed: int, profile: Profile | None) -> Run:
         """One video of a class; ``None`` is torch's attention without any policy."""
-        attention = Baseline() if profile is None else LayerByLayer(self.policies(profile))
+        attention = Baseline() if profile is None else self.policy(profile)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             began = time.perf_counter()

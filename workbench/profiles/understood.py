@@ -35,16 +35,13 @@ def understand(profile: Profile, model: VideoModel) -> list[LayerPlan]:
     Raises:
         ValueError, UnsupportedError: the model or the kernels here cannot honour the profile.
     """
-    place = model.place
-    rows = zip(model.module_names, model.policies(profile), strict=True)
+    place, policy = model.place, model.policy(profile)
+    phase = dense_steps(place.times or (), policy.cutoff)
     return [
         LayerPlan(
-            layer,
-            name,
-            does(policy, layer, place.keys),
-            0 if _dense(policy, layer) else dense_steps(place.times or (), policy.cutoff),
+            layer, name, does(policy, layer, place.keys), 0 if _dense(policy, layer) else phase
         )
-        for layer, (name, policy) in enumerate(rows)
+        for layer, name in enumerate(model.module_names)
     ]
 
 
@@ -57,7 +54,8 @@ def does(policy: SparseAttention, layer: int, keys: int | None) -> str:
     if layer in knobs.get("ignored_layers", ()):
         return f"dense (ignored by the calibration){formats}"
     if algorithm == "sol_attn":
-        return f"sol_attn, tau {knobs['tau']:g} {knobs['thresh_type']}"
+        tau = knobs["tau"][layer] if isinstance(knobs["tau"], tuple) else knobs["tau"]
+        return f"sol_attn, tau {tau:g} {knobs['thresh_type']}"
     if algorithm == "skip_softmax" and "threshold_scale_factor" in knobs:
         factor = knobs["threshold_scale_factor"]
         ratio = "" if keys is None else f", lambda {factor / keys:.3g}"

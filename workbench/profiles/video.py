@@ -13,7 +13,6 @@ from torch import Tensor
 from workbench.attention import SparseAttention
 from workbench.attention.log import CallRecord, density_by_step
 from workbench.export import Deployment
-from workbench.models import AttentionCall
 from workbench.profiles.profile import Profile
 from workbench.sample.run import Quality
 from workbench.sample.run import compare as compare_videos
@@ -82,8 +81,8 @@ class VideoModel(Protocol):
         """config.json of the model when it holds a SkipSoftmax calibration."""
         ...
 
-    def policies(self, profile: Profile) -> Sequence[SparseAttention]:
-        """The policy of every layer; raises what the model cannot honour."""
+    def policy(self, profile: Profile) -> SparseAttention:
+        """What the profile launches; raises what the model cannot honour."""
         ...
 
     def check(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
@@ -95,58 +94,27 @@ class VideoModel(Protocol):
         ...
 
 
-def policies(
+def policy(
     profile: Profile, names: Sequence[str], *, gate: str = "model", impl: str = "auto"
-) -> list[SparseAttention]:
-    """The policy of every layer; layers of one configuration share theirs.
+) -> SparseAttention:
+    """The profile as the attention of a model.
+
+    Args:
+        names: of the self-attention of every layer.
+        gate, impl: as of :class:`workbench.attention.SparseAttention`.
 
     Raises:
-        ValueError: another number of layers, or a configuration that this model cannot honour.
+        ValueError: what this model cannot honour.
         UnsupportedError: a recipe that exists only on a server.
     """
-    if len(profile.layers) != len(names):
-        raise ValueError(
-            f"{profile.name}: was read for {len(profile.layers)} layers, and the model has "
-            f"{len(names)}; read the file again for this model"
-        )
-    made: dict[str, SparseAttention] = {}
-    for config in profile.layers:
-        key = config.model_dump_json()
-        if key not in made:
-            made[key] = SparseAttention(
-                config,
-                num_layers=len(names),
-                module_names=names,
-                checkpoint_config=profile.calibration,
-                gate=gate if config_is_vsa(config) else "model",
-                impl=impl,
-                record=True,
-            )
-    return [made[config.model_dump_json()] for config in profile.layers]
-
-
-def config_is_vsa(config: Any) -> bool:
-    """Whether the sparse part is VSA, the only one that looks at a gate."""
-    sparse = config.sparse_attention_config
-    return sparse is not None and sparse.algorithm == "vsa"
-
-
-class LayerByLayer:
-    """Attention of a profile inside a model: the policy of each call's own layer.
-
-    Attributes:
-        records: one for every call, in order, with the density that was delivered.
-    """
-
-    def __init__(self, of_layers: Sequence[SparseAttention]) -> None:
-        self.of_layers = of_layers
-        self.records: list[CallRecord] = []
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        policy = self.of_layers[call.layer]
-        out = policy(q, k, v, call)
-        self.records.append(policy.records.pop())
-        return out
+    return SparseAttention(
+        profile.config,
+        num_layers=len(names),
+        module_names=names,
+        impl=impl,
+        record=True,
+        **profile.options(gate),
+    )
 
 
 def distance(run: Run, reference: Run) -> Quality:
