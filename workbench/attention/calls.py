@@ -25,10 +25,10 @@ from blockattn import (
 from blockattn.checks import FLOAT_DTYPES, MAX_HEAD_DIM
 from blockattn.quant_formats import BLOCK_SIZES
 from blockattn.skip import threshold_from_factor
+from workbench.attention.text import Delivered, Dense, beside_text, text_tokens, with_dense_rows
 
 Knobs = tuple[tuple[str, Any], ...]
-Outcome = tuple[Tensor, AttentionTrace | None]
-Dense = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+Outcome = tuple[Tensor, AttentionTrace | Delivered | None]
 
 
 class Mechanism(Protocol):
@@ -84,6 +84,7 @@ class Sol:
             first = start or 0
             rows = slice(first, first + count)
             out[:, rows] = self.dense(q[:, rows], k, v, call)
+            found = None if found is None else with_dense_rows(found, first, count)
         return out, found
 
     def _sink(self, tokens: int, call: Any) -> tuple[int | None, int]:
@@ -116,7 +117,8 @@ class Skip:
     """SkipSoftmax, alone or over quantised operands.
 
     ``key_tokens`` is the length of the whole key sequence where a rank holds only a part of it: the
-    threshold is factor / length, and the part would make it too large.
+    threshold is factor / length, and the part would make it too large. Text tokens that a call
+    names are exact keys, and their rows dense.
     """
 
     factor: float
@@ -126,16 +128,26 @@ class Skip:
     recipe: QuantRecipe | None
     impl: str
     warn: Callable[[str, str], None] = field(compare=False)
+    dense: Dense = field(compare=False)
 
     def keeps_dense(self, layer: int) -> bool:
         return layer in self.ignored
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: Any, *, trace: bool) -> Outcome:
-        del call
         keys = k.shape[1] if self.key_tokens is None else self.key_tokens
         threshold = threshold_from_factor(self.factor, keys)
         if self.recipe is not None:
             self._warn_if_large(threshold, keys)
+        if not any(text_tokens(call)):
+            return self._attend(q, k, v, threshold, trace=trace)
+
+        def video(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return self._attend(q, k, v, threshold, trace=True)
+
+        return beside_text(video, self.dense, q, k, v, call, trace=trace)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, threshold: float, *, trace: bool) -> Outcome:
+        if self.recipe is not None:
             quantised = Quantised(self.recipe, self.impl)
             return quantised.run(q, k, v, trace=trace, skip_threshold=threshold)
         result = skip_softmax_attention(
@@ -239,11 +251,6 @@ class Quantised:
     def knobs(self) -> Knobs:
         recipe = (self.recipe.qk_dtype, self.recipe.v_dtype, self.recipe.v_scale)
         return (("recipe", recipe),)
-
-
-def text_tokens(call: Any) -> tuple[int, int]:
-    """Text tokens (before, after) the video's in the sequence of a call."""
-    return getattr(call, "prefix", 0), getattr(call, "suffix", 0)
 
 
 # Reasons of :func:`obstacle`, in its order.

@@ -12,7 +12,8 @@ from typing import Any
 
 from blockattn import QuantRecipe, UnsupportedError, checks
 from blockattn.impl import registry
-from workbench.attention.calls import Dense, Mechanism, Quantised, Skip, Sol, Vsa
+from workbench.attention.calls import Mechanism, Quantised, Skip, Sol, Vsa
+from workbench.attention.text import Dense
 from workbench.config import (
     AttentionConfig,
     QuantAttentionConfig,
@@ -181,6 +182,7 @@ def _skip(
         recipe=recipe,
         impl=given.impl,
         warn=given.warn,
+        dense=given.dense,
     )
 
 

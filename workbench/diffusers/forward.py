@@ -51,6 +51,7 @@ class Forward:
     """The forward call that runs, or ran last.
 
     Args:
+        name: of the transformer in its pipeline.
         model: the transformer (not its compiled wrapper).
         family: what is known of it.
         attention: gets the time of every call.
@@ -62,6 +63,7 @@ class Forward:
 
     def __init__(
         self,
+        name: str,
         model: Any,
         family: Family,
         attention: SparseAttention,
@@ -71,6 +73,7 @@ class Forward:
         watched: bool,
         compiled: bool,
     ) -> None:
+        self.name = name
         self.family, self.attention, self.clock = family, attention, clock
         self.train_timesteps = train_timesteps
         self.grid: Grid | None = None

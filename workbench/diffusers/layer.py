@@ -26,8 +26,14 @@ ELSEWHERE = ("backend", "parallel_config")  # how the model attends, not what
 
 @dataclass(frozen=True)
 class ModelCall(AttentionCall):
-    """A call of a model of diffusers, with what the model itself would have done."""
+    """A call of a model of diffusers.
 
+    Attributes:
+        model: name of the transformer in its pipeline.
+        own: what the model itself would have called.
+    """
+
+    model: str = field(kw_only=True)
     own: OwnAttention = field(kw_only=True, compare=False, repr=False)
 
 
@@ -123,6 +129,7 @@ class Layer:
             grid,
             prefix=text if now.family.text == "before" else 0,
             suffix=text if now.family.text == "after" else 0,
+            model=now.name,
             own=own,
         )
 

@@ -52,6 +52,7 @@ class AttachedModel:
             config, num_layers=len(names), module_names=names, dense=model_dense, **options
         )
         self.forward = Forward(
+            name,
             self._inner,
             self.family,
             self.attention,
