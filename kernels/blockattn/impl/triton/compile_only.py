@@ -151,17 +151,17 @@ def compile_quantisers(
         "LARGEST": quantise.largest_number(dtype),
         "stride_d": 1,
     }
-    variants: dict[str, tuple[Any, dict[str, int]]] = {
-        "mxfp8": (quantise._mxfp8, _scale_shape(head_dim, 32)),
-        "nvfp4": (quantise._nvfp4, _scale_shape(head_dim, 16)),
+    options = quantise.OPTIONS
+    variants: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
+        "mxfp8": (quantise._mxfp8, _scale_shape(head_dim, 32), quantise.MXFP8_OPTIONS),
+        "nvfp4": (quantise._nvfp4, _scale_shape(head_dim, 16), options),
     }
     for channels, scale in ((False, "tensor"), (True, "channel")):
         shape = {"CHANNELS": channels, "WIDTH": wide}
-        variants[f"amax {scale}"] = quantise._amax, shape
-        variants[f"fp8 {scale}"] = quantise._fp8_values, shape
+        variants[f"amax {scale}"] = quantise._amax, shape, quantise.AMAX_OPTIONS
+        variants[f"fp8 {scale}"] = quantise._fp8_values, shape, options
     made = {}
-    for name, (kernel, shape) in variants.items():
-        options = quantise.NVFP4_OPTIONS if name == "nvfp4" else quantise.OPTIONS
+    for name, (kernel, shape, options) in variants.items():
         wanted = inspect.signature(kernel.fn).parameters
         constants = {key: value for key, value in (given | shape).items() if key in wanted}
         made[name] = _compile(kernel, capability, constants, 4, element, options=options)

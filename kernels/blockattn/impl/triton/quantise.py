@@ -7,8 +7,9 @@ consecutive addresses; rows past the sequence write the padding. An NVFP4 progra
 has written a tile: what it does once would otherwise cost as much as the rows. Where the tensor
 (NVFP4, FP8 V) or a channel (FP8 V) shares a scale, a first pass takes the largest magnitude with an
 atomic maximum on the bits of float32 numbers, which order like integers once the sign is gone: the
-order of programs cannot change it, and NaN, above infinity, wins. Bytes bound: MXFP8 reads every
-element once, the others twice.
+order of programs cannot change it, and NaN, above infinity, wins. The second pass runs backwards,
+as the end of x is what the cache still holds. Bytes bound: MXFP8 reads every element once, the
+others twice.
 
 Exactness. Scales and FP8 V are divided with correct rounding; MXFP8 multiplies by the inverse power
 of two, which rounds alike. A block scale of NVFP4 has 4 significant bits, and by such a number one
@@ -37,7 +38,8 @@ ROWS = 32
 STEPS = 8  # row groups per program of the amax pass: fewer atomics
 # A fused multiply-add would round once where PyTorch rounds twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-NVFP4_OPTIONS = OPTIONS | {"num_warps": 8}  # with 4 it takes 110 registers
+AMAX_OPTIONS = OPTIONS | {"num_warps": 2}  # fewer warps meet at the end of a program
+MXFP8_OPTIONS = OPTIONS | {"num_warps": 8}
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
@@ -50,6 +52,14 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
 EXPONENT = tl.constexpr(0x7F800000)  # its exponent's bits: infinity; more is NaN
 NAN = tl.constexpr(0x7FC00000)
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)  # 448.0
+
+
+@triton.jit
+def _last_first():
+    """Part of the tokens, head and batch of this program, counted from the end."""
+    part = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.num_programs(1) - 1 - tl.program_id(1)
+    return part, head, tl.num_programs(2) - 1 - tl.program_id(2)
 
 
 @triton.jit
@@ -252,17 +262,17 @@ def _nvfp4(
     LARGEST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    head, batch = tl.program_id(1), tl.program_id(2)
+    part, head, batch = _last_first()
     whole = _finite(tl.load(amax_ptr), LARGEST)
     whole = tl.where(whole < NVFP4_AMAX_SAFE, NVFP4_AMAX_SAFE, whole)
     encode = tl.div_rn(tl.full([], NVFP4_MAX, tl.float32), whole)
     encode = tl.where(encode > NVFP4_ENCODE_MAX, NVFP4_ENCODE_MAX, encode)
-    if (tl.program_id(0) == 0) & (head == 0) & (batch == 0):
+    if (part == 0) & (head == 0) & (batch == 0):
         tl.store(factor_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), encode))
     matrix, lane = batch.to(tl.int64) * heads + head, tl.arange(0, ROWS)
     block = tl.arange(0, WIDTH // 16)
     for step in range(128 // ROWS):
-        word = tl.program_id(0) * 128 + step * ROWS
+        word = part * 128 + step * ROWS
         first, rows = _rows_of(word, lane)
         bits = _load(
             x_ptr, batch, head, first, rows, stride_b, stride_t, stride_h, stride_d, tokens,
@@ -284,9 +294,9 @@ def _fp8_values(
     CONVERT: tl.constexpr, LARGEST: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    head, batch = tl.program_id(1), tl.program_id(2)
-    writes_factor = (tl.program_id(0) == 0) & (batch == 0)
-    first, rows = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
+    part, head, batch = _last_first()
+    writes_factor = (part == 0) & (batch == 0)
+    first, rows = part * ROWS, tl.arange(0, ROWS)
     bits = _load(
         x_ptr, batch, head, first, rows, stride_b, stride_t, stride_h, stride_d, tokens,
         DIM, WIDTH, WIDTH,
@@ -325,7 +335,7 @@ def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
         kernel[(tiles * SCALE_ROWS // ROWS, heads, batch)](
             x, codes, scales, *x.stride(), tokens, tiles, heads,
             CONVERT=converts(x.device), DIM=dim, WIDTH=width(dim, 32), COLUMNS=columns,
-            ROWS=ROWS, **OPTIONS,
+            ROWS=ROWS, **MXFP8_OPTIONS,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales.view(torch.uint8)
 
@@ -347,7 +357,7 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             tokens, tiles, heads,
             CONVERT=converts(x.device), CONVERT_E2M1=converts_e2m1(x.device),
             FUSED=x.device.type == "cuda", LARGEST=largest_number(x.dtype), DIM=dim,
-            WIDTH=width(dim, 16), COLUMNS=columns, ROWS=ROWS, **NVFP4_OPTIONS,
+            WIDTH=width(dim, 16), COLUMNS=columns, ROWS=ROWS, **OPTIONS,
         )  # fmt: skip
     return codes, scales.view(torch.uint8), factor
 
@@ -389,7 +399,7 @@ def _largest(x: Tensor, *, channels: bool) -> Tensor:
     kernel: Any = _amax
     kernel[(num_blocks(tokens, ROWS * STEPS), heads, batch)](
         x, found, *x.stride(), tokens,
-        CHANNELS=channels, DIM=dim, WIDTH=width(dim, 1), ROWS=ROWS, STEPS=STEPS, **OPTIONS,
+        CHANNELS=channels, DIM=dim, WIDTH=width(dim, 1), ROWS=ROWS, STEPS=STEPS, **AMAX_OPTIONS,
     )  # fmt: skip
     return found
 
