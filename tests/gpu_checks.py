@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +15,10 @@ from blockattn import BlockRoute, BlockSummary
 from tests import independent_large as independent
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEEDS_CUTE = pytest.mark.skipif(
+    not all(map(find_spec, ("tvm_ffi", "cutlass", "quack"))),
+    reason="needs the CuTe DSL stack: pip install -e '.[cute-latest]' or '.[cute]'",
+)
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # what the interpreter computes in
 
 

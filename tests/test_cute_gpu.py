@@ -16,6 +16,7 @@ from blockattn import skip_softmax_attention as skip
 from blockattn.impl.cute import cache
 from tests import independent_large as independent
 from tests.gpu_checks import (
+    NEEDS_CUTE,
     assert_within_the_error_rule,
     captured,
     chosen_blocks,
@@ -24,10 +25,7 @@ from tests.gpu_checks import (
     syncs_are_errors,
 )
 
-WHY = "needs the CuTe DSL stack: pip install -e '.[cute-latest]' or '.[cute]'"
-pytest.importorskip("tvm_ffi", reason=WHY)
-pytest.importorskip("cutlass", reason=WHY)
-pytestmark = pytest.mark.sm90
+pytestmark = [pytest.mark.sm90, NEEDS_CUTE]
 
 DEVICE = "cuda"
 TILES = [64, 128]

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from blockattn import BlockRoute, BlockSummary, UnsupportedError, attend
 from blockattn.impl import cute, reference
-from blockattn.impl.cute import cache, launch
+from blockattn.impl.cute import cache
 from blockattn.problem import Problem, Result, make_problem
-from tests.gpu_checks import random_route
+from tests.gpu_checks import NEEDS_CUTE, random_route
 
-WHY = "needs the CuTe DSL stack: pip install -e '.[cute-latest]' or '.[cute]'"
-pytest.importorskip("tvm_ffi", reason=WHY)
-pytest.importorskip("cutlass", reason=WHY)
-pytestmark = pytest.mark.sm90
+pytest.importorskip("triton", reason="needs triton (Linux)")
+from blockattn.impl.cute import launch
+
+pytestmark = [pytest.mark.sm90, NEEDS_CUTE]
 
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16]
