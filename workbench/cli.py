@@ -255,6 +255,25 @@ def capture(
 
 
 @app.command()
+def order(
+    capture: Annotated[
+        Path | None, typer.Argument(help="A capture (.safetensors); the bundled one by default.")
+    ] = None,
+    taus: Annotated[str, typer.Option(help="low:high:count or a list.")] = "0:2:5",
+    orders: Annotated[str, typer.Option(help="Of raster, tile, morton.")] = "raster,tile,morton",
+    impl: Annotated[str, typer.Option(help="Implementation; auto takes the fastest.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also draw it, as PNG.")] = None,
+) -> None:
+    """Show what the order of the tokens does to Sol-Attn's density and error at equal tau."""
+    from workbench.tune.orders import show_orders
+    from workbench.tune.settings import parse_values
+
+    names = [name.strip() for name in orders.split(",")]
+    show_orders(capture, parse_values("--taus", taus), names, device=device, impl=impl, out=out)
+
+
+@app.command()
 def sample(
     config: Annotated[
         list[Path] | None,

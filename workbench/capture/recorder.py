@@ -77,9 +77,13 @@ class Recorder:
         return self._background.waited
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        self.observe(q, k, v, call)
+        return self.attention(q, k, v, call)
+
+    def observe(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
+        """Records the call if it is one of those to keep; for `workbench.attach(..., observe=)`."""
         if call.step is not None and (call.layer, call.step) in self._missing:
             self._record(q, k, v, call.step, call)
-        return self.attention(q, k, v, call)
 
     def write_video(self, video: Tensor) -> None:
         """Keeps the sampled video, float `[frames, height, width, 3]` in [0, 1], as 8 bits."""

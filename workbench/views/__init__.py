@@ -23,6 +23,7 @@ from workbench.views.heat import heatmap
 from workbench.views.histogram import draw_histogram
 from workbench.views.mask import draw_mask, looks
 from workbench.views.methods import draw_methods
+from workbench.views.orders import draw_orders
 from workbench.views.pareto import draw_pareto
 from workbench.views.route_map import draw_route
 from workbench.views.rows import draw_rows
@@ -59,6 +60,7 @@ __all__ = [
     "draw_histogram",
     "draw_mask",
     "draw_methods",
+    "draw_orders",
     "draw_pareto",
     "draw_rates",
     "draw_rounding",

@@ -1,0 +1,85 @@
+"""`workbench order`: what tile and Morton order do to a capture, as a table and a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from blockattn import BLOCK
+from workbench.capture import open_capture
+from workbench.devices import choose_device
+from workbench.orders import OrderEffect, order_effect
+from workbench.terminal import plain_table, recording_console
+from workbench.views import draw_orders, new_figure, save
+
+WIDTH = 110
+SIZE = (11.5, 4.0)  # inches
+
+
+def show_orders(
+    path: Path | None,
+    taus: Sequence[float],
+    orders: Sequence[str],
+    *,
+    device: str = "auto",
+    impl: str = "auto",
+    out: Path | None = None,
+    console: Console | None = None,
+) -> OrderEffect:
+    """Measures, prints, and draws to ``out`` where that is given.
+
+    Raises:
+        FileExistsError: ``out`` exists. FileNotFoundError, ValueError, TypeError: the capture or a
+        setting is not right; nothing is written then.
+    """
+    if out is not None and out.exists():
+        raise FileExistsError(f"out={str(out)!r}: exists already; give another path, or delete it")
+    capture = open_capture(path)
+    with Console(stderr=True).status("reading the capture") as status:  # silent off a terminal
+        effect = order_effect(
+            capture,
+            taus,
+            orders=orders,
+            device=choose_device(device),
+            impl=impl,
+            tick=status.update,
+        )
+    screen = console or recording_console(WIDTH)
+    _print(effect, screen)
+    if out is not None:
+        figure = new_figure(*SIZE)
+        draw_orders(figure, {order: effect.lines(order) for order in effect.orders}, effect.title)
+        save(figure, out)
+        screen.print(f"Figure: {out}", soft_wrap=True)
+    return effect
+
+
+def _print(effect: OrderEffect, screen: Console) -> None:
+    screen.print(f"[bold]{effect.title}[/bold]")
+    calls = len({(row.layer, row.step) for row in effect.rows})
+    screen.print(
+        f"Sol-Attn by {', '.join(effect.impls)}, mean over {calls} calls and their heads; density: "
+        f"exact blocks of {BLOCK} / all; error: relative L2 against dense, the same in every order"
+    )
+    screen.print(_table(effect))
+    for order in effect.orders:
+        t, h, w = effect.extent(order)
+        screen.print(
+            f"{order}: a block of {BLOCK} tokens spans {t:.1f} x {h:.1f} x {w:.1f} (t, h, w)"
+        )
+
+
+def _table(effect: OrderEffect) -> Table:
+    table = plain_table("Density and error in each token order")
+    table.add_column("tau", justify="right")
+    for order in effect.orders:
+        table.add_column(f"{order}\ndensity", justify="right")
+        table.add_column("\nerror", justify="right")
+    for at, tau in enumerate(effect.taus):
+        lines = [effect.lines(order)[at] for order in effect.orders]
+        cells = [f"{x:.4f}" for line in lines for x in (line.density, line.relative_l2)]
+        table.add_row(f"{tau:g}", *cells)
+    return table
