@@ -8,10 +8,12 @@ import json
 import pytest
 from rich.console import Console
 
-from workbench.doctor import Finding, GpuInfo, ImplementationStatus, Report, diagnose
+from blockattn.impl import reference, registry
+from blockattn.impl.registry import Implementation
+from workbench.doctor import Finding, GpuInfo, ImplementationStatus, Report, diagnose, lanes
 from workbench.doctor import checkup as doctor
 from workbench.doctor import text as doctor_text
-from workbench.doctor.versions import CUTE_FIX, REQUIRED_PACKAGES
+from workbench.doctor.versions import REQUIRED_PACKAGES
 
 GOOD = {
     **dict.fromkeys(REQUIRED_PACKAGES, "99"),
@@ -67,7 +69,12 @@ def test_a_cute_set_that_was_tried_has_no_finding(dsl: str, quack: str, flash: s
         (cute("4.6.1", "0.6.2", "4.0.0b24"), "4.6.0.dev0"),
         (cute("4.6.1", "0.6.2", "4.0.0b36"), "requires cutlass-dsl >=4.6.2"),
         (cute("4.6.2", "0.6.3", "4.0.0b36"), "not a set that was tried together"),
-        (cute("4.6.1", None, None), "lacks quack-kernels, flash-attn-4"),
+        (cute("4.6.1", None, None), "lane cute also needs quack-kernels, flash-attn-4"),
+        (cute("4.8.1", None, None), "lane cute-latest also needs quack-kernels, flash-attn-4"),
+        (
+            cute("4.6.1", "0.6.2", "4.0.0b19", **{"nvidia-cudnn-frontend": "1.32.0"}),
+            "requires cutlass-dsl >=4.8",
+        ),
         (
             {**cute("4.6.1", "0.6.2", "4.0.0b19"), "nvidia-cutlass-dsl-libs-base": "4.8.1"},
             "libs-base 4.8.1 does not match nvidia-cutlass-dsl 4.6.1",
@@ -77,8 +84,60 @@ def test_a_cute_set_that_was_tried_has_no_finding(dsl: str, quack: str, flash: s
 def test_a_bad_cute_mixture_is_named_with_the_pip_command(versions: dict[str, str], expected: str):
     found = [f for f in diagnose(versions, HOPPER) if expected in f.text]
     assert len(found) == 1
-    assert found[0].fix == CUTE_FIX
+    assert found[0].fix == lanes.fix(lanes.nearest(versions))
     assert found[0].level != "error", "an optional package never makes the machine unready"
+
+
+@pytest.mark.parametrize("lane", lanes.LANES)
+def test_a_lane_is_known_by_its_name_and_has_no_finding(lane: str):
+    pins = lanes.pins(lane)
+    versions = {**cute(*(pins[name] for name in lanes.CUTE_PACKAGES)), **pins}
+    assert lanes.lane_of(versions) == lanes.nearest(versions) == lane
+    assert diagnose(versions, HOPPER, driver="580.65.06") == []
+    del versions["quack-kernels"]
+    assert lanes.lane_of(versions) is None
+
+
+def test_a_mixture_of_lanes_names_the_lane_of_each_package_and_mends_to_the_nearest():
+    versions = cute("4.8.1", "0.6.2", "4.0.0b36")
+    (found,) = [f for f in diagnose(versions, HOPPER) if "tried together" in f.text]
+    assert "nvidia-cutlass-dsl 4.8.1 (cute-latest), quack-kernels 0.6.2 (cute)" in found.text
+    assert "the nearest lane is cute-latest" in found.text
+    assert found.fix == (
+        "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1' quack-kernels==0.6.5 "
+        "flash-attn-4==4.0.0b36 nvidia-cudnn-frontend==1.32.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("driver", "lane", "warns"),
+    [
+        ("570.86.15", "cute", True),
+        ("580.65.06", "cute", False),
+        ("570.86.15", "cute-latest", False),
+        (None, "cute", False),
+    ],
+)
+def test_a_driver_before_cuda_13_is_named_where_its_libraries_do_not_compile(driver, lane, warns):
+    pins = lanes.pins(lane)
+    versions = {**cute(*(pins[name] for name in lanes.CUTE_PACKAGES)), **pins}
+    found = diagnose(versions, HOPPER, driver=driver)
+    assert bool(found) == warns
+    for finding in found:
+        assert "driver 570.86.15 is older than CUDA 13" in finding.text
+        assert "flash-attn-4 4.0.0b19 cannot compile" in finding.text
+        assert "a driver from 580 on, or pip install 'nvidia-cutlass-dsl[cu13]" in str(finding.fix)
+
+
+def test_packages_that_break_each_other_do_not_break_the_report(monkeypatch: pytest.MonkeyPatch):
+    def broken(_: object) -> list[str]:
+        raise AttributeError("module 'cutlass' has no attribute 'old_name'")
+
+    planted = Implementation("flash", "planted", broken, reference.run)
+    monkeypatch.setattr(registry, "_FASTEST_FIRST", (planted,))
+    (status,) = doctor.implementation_statuses()
+    assert status.why_not is not None
+    assert "do not fit each other (AttributeError: module 'cutlass'" in status.why_not
 
 
 @pytest.mark.parametrize(

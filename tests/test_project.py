@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import workbench
 from blockattn.errors import UnsupportedError
 from workbench import cli, lab, paths
-from workbench.doctor.versions import CUTE_SET, MINIMUMS, REQUIRED_PACKAGES, TRIED_CUTE_SETS
+from workbench.doctor import lanes
+from workbench.doctor.versions import MINIMUMS, REQUIRED_PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -60,10 +61,12 @@ def test_doctor_knows_every_base_dependency_and_its_minimum():
             assert str(wanted[name].specifier) == f">={minimum}"
 
 
-def test_doctor_mends_the_cute_stack_with_the_set_of_the_extra():
-    extra = [line.partition(";")[0] for line in PROJECT["optional-dependencies"]["cute"]]
-    assert extra == list(CUTE_SET)
-    assert tuple(line.partition("==")[2] for line in extra) in TRIED_CUTE_SETS
+@pytest.mark.parametrize("lane", lanes.LANES)
+def test_each_cute_lane_is_an_extra_with_the_versions_that_were_tried(lane: str):
+    extra = [line.partition(";")[0] for line in PROJECT["optional-dependencies"][lane]]
+    assert extra == list(lanes.LANES[lane])
+    pins = lanes.pins(lane)
+    assert tuple(pins[name] for name in lanes.CUTE_PACKAGES) in lanes.TRIED_SETS
 
 
 def test_kernels_is_a_source_root_and_no_package():

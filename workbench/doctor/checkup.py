@@ -19,14 +19,12 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from workbench.doctor import lanes
 from workbench.doctor.versions import (
-    CUTE_FIX,
-    CUTE_PACKAGES,
     MINIMUMS,
     OPTIONAL_PACKAGES,
     REQUIRED_PACKAGES,
     RULES,
-    TRIED_CUTE_SETS,
     Rule,
 )
 from workbench.provenance import driver_version, package_versions
@@ -63,7 +61,8 @@ class ImplementationStatus:
 
 @dataclass(frozen=True)
 class Report:
-    """All that `workbench doctor` found. `packages` maps a distribution to its version or None."""
+    """All that `workbench doctor` found. `packages` maps a distribution to its version or None;
+    `cute_lane` is the lane that is installed whole (`workbench.doctor.lanes`)."""
 
     platform: str
     python: str
@@ -74,6 +73,7 @@ class Report:
     chromium: str | None
     implementations: list[ImplementationStatus]
     findings: list[Finding]
+    cute_lane: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -99,6 +99,7 @@ def diagnose(
         *_too_old(versions),
         *_broken_rules(versions),
         *_cute_stack(versions),
+        *_cute_driver(versions, driver),
         *_gpu(versions, gpu, driver),
     ]
     order: dict[Level, int] = {"error": 0, "warning": 1, "note": 2}
@@ -123,7 +124,8 @@ def _broken_rules(versions: Mapping[str, str]) -> Iterator[Finding]:
     for rule in RULES:
         if _applies(rule, versions):
             have = ", ".join(f"{name} {versions[name]}" for name in rule.when)
-            yield Finding("warning", next(iter(rule.when)), f"{have}: {rule.why}", rule.fix)
+            fix = rule.fix or lanes.fix(lanes.nearest(versions))
+            yield Finding("warning", next(iter(rule.when)), f"{have}: {rule.why}", fix)
 
 
 def _applies(rule: Rule, versions: Mapping[str, str]) -> bool:
@@ -134,23 +136,39 @@ def _applies(rule: Rule, versions: Mapping[str, str]) -> bool:
 
 
 def _cute_stack(versions: Mapping[str, str]) -> Iterator[Finding]:
-    have = {name: versions[name] for name in CUTE_PACKAGES if name in versions}
-    listed = ", ".join(f"{name} {version}" for name, version in have.items())
-    if have and len(have) < len(CUTE_PACKAGES):
-        lacking = ", ".join(name for name in CUTE_PACKAGES if name not in versions)
-        yield Finding("note", "cute", f"only {listed}; the cute stack lacks {lacking}", CUTE_FIX)
-    elif have and tuple(have.values()) not in TRIED_CUTE_SETS:
-        yield Finding("warning", "cute", f"{listed}: not a set that was tried together", CUTE_FIX)
+    have = {name: versions[name] for name in lanes.CUTE_PACKAGES if name in versions}
+    listed, lane = lanes.described(versions), lanes.nearest(versions)
+    if have and len(have) < len(lanes.CUTE_PACKAGES):
+        lacking = ", ".join(name for name in lanes.CUTE_PACKAGES if name not in versions)
+        text = f"only {listed}; the lane {lane} also needs {lacking}"
+        yield Finding("note", "cute", text, lanes.fix(lane))
+    elif have and tuple(have.values()) not in lanes.TRIED_SETS:
+        text = f"{listed}: not a set that was tried together; the nearest lane is {lane}"
+        yield Finding("warning", "cute", text, lanes.fix(lane))
     yield from _mixed_libraries(versions)
 
 
 def _mixed_libraries(versions: Mapping[str, str]) -> Iterator[Finding]:
     dsl = versions.get("nvidia-cutlass-dsl")
-    for suffix in ("base", "cu12", "cu13"):
+    for suffix in ("base", "core", "cu12", "cu13"):
         name = f"nvidia-cutlass-dsl-libs-{suffix}"
         if dsl is not None and versions.get(name, dsl) != dsl:
             text = f"{name} {versions[name]} does not match nvidia-cutlass-dsl {dsl}"
-            yield Finding("warning", "cute", text, CUTE_FIX)
+            yield Finding("warning", "cute", text, lanes.fix(lanes.nearest(versions)))
+
+
+def _cute_driver(versions: Mapping[str, str], driver: str | None) -> Iterator[Finding]:
+    """The beta of the lane `cute` takes the CUDA 12.9 libraries for those of an older compiler."""
+    beta = lanes.pins("cute")["flash-attn-4"]
+    if driver is None or versions.get("flash-attn-4") != beta:
+        return
+    if _matches(driver, f"<{lanes.CUDA_13_DRIVER}"):
+        text = (
+            f"NVIDIA driver {driver} is older than CUDA 13, so cutlass-dsl takes its CUDA 12 "
+            f"libraries, with which flash-attn-4 {beta} cannot compile; the lane cute-latest can"
+        )
+        fix = f"a driver from {lanes.CUDA_13_DRIVER} on, or {lanes.fix('cute-latest')}"
+        yield Finding("warning", "cute", text, fix)
 
 
 def _gpu(versions: Mapping[str, str], gpu: GpuInfo | None, driver: str | None) -> Iterator[Finding]:
@@ -197,10 +215,20 @@ def _torch_devices() -> tuple[str | None, list[GpuInfo]]:
 
 
 def implementation_statuses() -> list[ImplementationStatus]:
-    """Every implementation of `attend`, and why it cannot run here. Needs torch."""
+    """Every implementation of `attend`, and why it cannot run here. Needs torch.
+
+    A mixture of versions that breaks an import stops every call, but not the report that names it.
+    """
     from blockattn.impl import registry
 
-    return [ImplementationStatus(i.name, i.why_not()) for i in registry.implementations()]
+    found = []
+    for item in registry.implementations():
+        try:
+            reason = item.why_not()
+        except (AttributeError, TypeError) as error:
+            reason = f"its packages do not fit each other ({type(error).__name__}: {error})"
+        found.append(ImplementationStatus(item.name, reason))
+    return found
 
 
 def examine() -> Report:
@@ -226,6 +254,7 @@ def examine() -> Report:
         chromium=chromium_path(),
         implementations=implementations,
         findings=[*broken, *findings],
+        cute_lane=lanes.lane_of(found),
     )
 
 

@@ -34,6 +34,7 @@ def _machine(report: Report) -> Table:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     triton = report.packages.get("triton") or "missing"
     table.add_row("triton", triton + (" (TRITON_INTERPRET=1)" if interpreted else ""))
+    table.add_row("CuTe lane", report.cute_lane or "none")
     table.add_row("NVIDIA driver", report.driver or "none")
     for gpu in report.gpus:
         major, minor = gpu.capability

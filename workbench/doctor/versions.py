@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from workbench.doctor.lanes import CUTE_PACKAGES
+
 REQUIRED_PACKAGES = (
     "torch", "triton", "numpy", "safetensors", "pydantic", "pyyaml", "matplotlib", "packaging",
     "ipywidgets", "anywidget", "jupyterlab", "ipykernel", "tqdm", "typer", "rich",
 )  # fmt: skip
-CUTE_PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels", "flash-attn-4")
 OPTIONAL_PACKAGES = (
     *CUTE_PACKAGES,
-    "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13",
+    "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
     "apache-tvm-ffi", "nvidia-cudnn-frontend", "nbmake", "pytest", "hypothesis",
     "playwright",
 )  # fmt: skip
@@ -24,33 +26,17 @@ MINIMUMS: Mapping[str, str] = {
     "anywidget": "0.9", "jupyterlab": "4",
 }  # fmt: skip
 
-CUTE_SET = (
-    "nvidia-cutlass-dsl[cu13]==4.6.1",
-    "quack-kernels==0.6.2",
-    "flash-attn-4==4.0.0b19",
-)
-CUTE_FIX = f"pip install '{CUTE_SET[0]}' {' '.join(CUTE_SET[1:])}"
-
-# (cutlass-dsl, quack, flash-attn-4) that install, import and compile flash-attn-4's forward for
-# both sm_90a and sm_100a. The first and the last also ran on an H200.
-TRIED_CUTE_SETS = frozenset(
-    {
-        ("4.6.1", "0.6.2", "4.0.0b19"),
-        ("4.6.2", "0.6.4", "4.0.0b36"),
-        ("4.6.3", "0.6.3", "4.0.0b36"),
-        ("4.7.1", "0.6.5", "4.0.0b36"),
-        ("4.8.1", "0.6.5", "4.0.0b36"),
-    }
-)
-
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that fails: every package of `when` matches and none of `absent` is there."""
+    """A combination that fails: every package of `when` matches and none of `absent` is there.
+
+    Without a fix of its own the command of the nearest CuTe lane mends it.
+    """
 
     when: Mapping[str, str]
     why: str
-    fix: str
+    fix: str | None = None
     absent: tuple[str, ...] = field(default=())
 
 
@@ -58,7 +44,6 @@ def _quack(version: str, excluded: str, wanted: str) -> Rule:
     return Rule(
         when={"quack-kernels": version, "nvidia-cutlass-dsl": excluded},
         why=f"this quack-kernels works with cutlass-dsl {wanted} only",
-        fix=CUTE_FIX,
     )
 
 
@@ -77,22 +62,22 @@ RULES: tuple[Rule, ...] = (
         when={"nvidia-cutlass-dsl": ">=4.6", "flash-attn-4": "==4.0.0b19"},
         absent=("nvidia-cutlass-dsl-libs-cu13",),
         why="without the CUDA 13 libraries the first compilation ends in a TypeError in `fmax`",
-        fix=CUTE_FIX,
     ),
     Rule(
         when={"nvidia-cutlass-dsl": ">=4.6", "flash-attn-4": "<4.0.0b19"},
         why="flash-attn-4 before b19 uses names that cutlass-dsl 4.6 removed",
-        fix=CUTE_FIX,
     ),
     Rule(
         when={"nvidia-cutlass-dsl": "!=4.6.0.dev0", "flash-attn-4": ">=4.0.0b20,<=4.0.0b26"},
         why="flash-attn-4 b20 to b26 require cutlass-dsl 4.6.0.dev0, a development build",
-        fix=CUTE_FIX,
     ),
     Rule(
         when={"nvidia-cutlass-dsl": "<4.6.2", "flash-attn-4": ">=4.0.0b27"},
         why="flash-attn-4 from b27 on requires cutlass-dsl >=4.6.2 (with 4.6.1 sm_100a fails)",
-        fix=CUTE_FIX,
+    ),
+    Rule(
+        when={"nvidia-cudnn-frontend": ">=1.32", "nvidia-cutlass-dsl": "<4.8"},
+        why="this cuDNN frontend requires cutlass-dsl >=4.8",
     ),
     _quack(">=0.6.0,<=0.6.1", "!=4.6.0", "4.6.0"),
     _quack("==0.6.2", "!=4.6.1", "4.6.1"),
