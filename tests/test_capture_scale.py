@@ -26,6 +26,7 @@ from workbench.capture import (
     spread_blocks,
 )
 from workbench.capture.background import BackgroundWriter, host_bytes
+from workbench.capture.memory import SLACK
 from workbench.capture.recorder import Recorder
 from workbench.models import AttentionCall
 
@@ -409,35 +410,7 @@ def test_the_memory_on_a_gpu_is_two_buffers_rounded_up_to_powers_of_two():
     wanted = spec(selection=Selection())
     assert host_bytes(wanted, 2) == 2 * 2 ** (wanted.entry_bytes - 1).bit_length()
     memory = recording_memory(wanted, gpu=True)
-    assert memory == (host_bytes(wanted), 2 * wanted.entry_bytes)
-
-
-@pytest.mark.gpu
-def test_recording_on_a_gpu_gives_the_file_of_the_cpu_within_the_predicted_memory(tmp_path: Path):
-    wanted = spec(grid=TokenGrid((16, 32, 32)), head_dim=64, selection=Selection(heads=(0, 1)))
-    with Recorder(tmp_path / "gpu", wanted, attention=lambda q, k, v, call: q.zero_()) as recorder:
-        for layer, step in wanted.entries:
-            parts = {p: x.cuda() for p, x in whole_call(wanted, 10 * layer + step).items()}
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            recorder(**parts, call=AttentionCall(layer, step, 1 - step / 10, wanted.grid.shape))
-            taken = torch.cuda.max_memory_allocated() - before
-            assert taken <= recording_memory(wanted, gpu=True).device
-    record(tmp_path / "cpu", wanted)
-    assert (tmp_path / "gpu").read_bytes() == (tmp_path / "cpu").read_bytes()
-
-
-@pytest.mark.gpu
-def test_recording_returns_before_the_gpu_is_done(tmp_path: Path):
-    wanted = spec(grid=TokenGrid((16, 32, 32)), head_dim=64, entries=((0, 0),))
-    parts = {part: x.cuda() for part, x in whole_call(wanted).items()}
-    recorder = Recorder(tmp_path / "a", wanted, attention=lambda q, k, v, call: q)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(10**9)  # cycles: the stream is busy for a while
-    recorder(**parts, call=AttentionCall(0, 0, 1.0, wanted.grid.shape))
-    assert not torch.cuda.current_stream().query()
-    recorder.__exit__(None, None, None)
-    assert open_capture(tmp_path / "a").load_rows(0, 0).k.shape[1] == wanted.grid.tokens
+    assert memory == (host_bytes(wanted), 2 * wanted.entry_bytes + SLACK)
 
 
 # -- the command -----------------------------------------------------------------------------------

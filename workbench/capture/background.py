@@ -9,7 +9,7 @@ and `waited` says for how long.
 from __future__ import annotations
 
 import time as clock
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -77,16 +77,17 @@ class BackgroundWriter:
         self.finish()
 
     def _free_buffer(self, *, pinned: bool) -> Buffer:
-        if len(self._buffers) < self._count:
+        if not self._buffers:  # all at once: pinning memory makes every stream wait
             shapes = [self.writer.spec.part_shape(part) for part in PARTS]
-            self._buffers.append(Buffer(_room(shapes, pinned=pinned)))
-            return self._buffers[-1]
+            self._buffers = [Buffer(_room(shapes, pinned=pinned)) for _ in range(self._count)]
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % self._count
-        if buffer.job is not None:
+        if buffer.job is not None and not buffer.job.done():
             start = clock.perf_counter()
-            buffer.job.result()
+            wait([buffer.job])
             self.waited += clock.perf_counter() - start
+        if buffer.job is not None:
+            buffer.job.result()
         return buffer
 
     def _copy(self, buffer: Buffer, values: tuple[Tensor, ...]) -> None:
@@ -103,7 +104,7 @@ class BackgroundWriter:
             for room, value in zip(buffer.parts, kept):
                 value.record_stream(self._side)  # its memory is not reused before the copy is done
                 room.copy_(value, non_blocking=True)
-        buffer.copied = torch.cuda.Event()
+        buffer.copied = torch.cuda.Event(blocking=True)  # the thread sleeps until then
         buffer.copied.record(self._side)
 
     def _write(self, buffer: Buffer, layer: int, step: int, time: float) -> None:

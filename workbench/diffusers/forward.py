@@ -80,6 +80,7 @@ class Forward:
         self.step: int | None = None
         self.time: float | None = None
         self.text_lengths: tuple[int, ...] | None = None
+        self.order = "raster"  # of the video tokens in the blocks, see workbench.diffusers.order
         self._config = model.config
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self._watched = watched or attention.log.record

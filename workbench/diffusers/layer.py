@@ -129,6 +129,7 @@ class Layer:
             grid,
             prefix=text if now.family.text == "before" else 0,
             suffix=text if now.family.text == "after" else 0,
+            order=now.order,
             model=now.name,
             own=own,
         )
