@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +21,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from blockattn.impl import cute, registry
 from blockattn.impl import triton as kernels
+from blockattn.impl.cute.variant import Variant
 from workbench.bench import (
+    compile_rows,
     figure,
     gpu,
     inputs,
@@ -59,6 +63,10 @@ SECONDS = {
     "sdpa default": 20.0,
     "triton": 5.0,
     "triton traced": 5.1,
+    "cute": 2.5,
+    "prepare + route, cute": 0.4,
+    "cute vote": 4.2,
+    "cute no vote": 4.0,
     "prepare": 0.1,
     "prepare + route": 0.3,
     "attend": 4.5,
@@ -115,6 +123,22 @@ def bench(monkeypatch):
 @pytest.fixture
 def run(bench):
     return Run(bench, Ceilings(flops=1e6, bytes=1e3), ("triton",))
+
+
+@pytest.fixture
+def both(run, monkeypatch):
+    """A run in which the CuTe kernel is served, by Triton's kernels in its place."""
+    from blockattn.impl.cute import launch as hopper
+    from blockattn.impl.triton import launch
+
+    planted = [
+        replace(item, obstacles=kernels.obstacles, run=kernels.run) if item.name == "cute" else item
+        for item in registry.implementations()
+    ]
+    monkeypatch.setattr(registry, "_FASTEST_FIRST", tuple(planted))
+    monkeypatch.setattr(hopper, "run", lambda problem, lists=None: launch.run(problem))
+    run.impls = ("triton", "cute")
+    return run
 
 
 # -- figures from times ------------------------------------------------------------------------
@@ -211,6 +235,61 @@ def test_the_skip_vote_is_measured_against_the_same_kernel_and_tiles(run):
     assert "64 x 64" in case.baseline
 
 
+def test_the_cute_column_stands_beside_the_triton_column_in_every_row(both):
+    whole, share, *_ = sol_rows.sol_rows(both, {1, 4})
+    assert whole.measured["cute"] == pytest.approx(whole.measured["triton"] / 2)
+    assert share.measured == {"triton": pytest.approx(1.5), "cute": pytest.approx(2.0)}
+    assert {"attend, cute", "lists, cute"} <= set(whole.seconds)
+    (mask, _) = kernel_rows.mask_rows(both, {3})
+    assert mask.measured["cute"] == pytest.approx(0.5 * 20 / 2.5)
+    assert {"cute", "cute, lists made in the call"} <= set(mask.seconds)
+    case = kernel_rows.skip_rows(both, {7})[0]
+    assert case.measured == {"triton": pytest.approx(10 / 8), "cute": pytest.approx(4.2 / 4.0)}
+    assert case.more["speed_up_over"]["cute vote"] == pytest.approx(0.42)
+    row = report.row_record(7, [case], {})
+    assert row["verdict"]["cute"] == "missed"
+
+
+def test_a_kernel_in_a_new_process_is_timed_compiled_and_from_disk(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cute, "obstacles", lambda problem: [])
+    monkeypatch.setattr(
+        compile_rows,
+        "measure",
+        lambda variant, folder, source: (
+            asked.append(source),
+            2.0 if source == "compiled" else 0.1 * len(asked),
+        )[1],
+    )
+    cases = compile_rows.compile_rows(run, {14})
+    assert len(cases) == 2 * len(compile_rows.VARIANTS)
+    assert asked == ["compiled", "disk", "disk", "disk"] * len(compile_rows.VARIANTS)
+    row = report.row_record(14, cases, {})
+    assert row["measured"] == {"cute": 2.0, "cute from disk": pytest.approx(0.7)}
+    assert row["verdict"] == {"cute": "aim", "cute from disk": "missed"}
+    assert "cute from disk 0.7 s" in report.as_text(
+        {"machine": {"name": "x"}, "date": "", "versions": {"torch": ""}, "absent": {},
+         "rows": {"14": row}}
+    )  # fmt: skip
+
+
+def test_without_the_cute_stack_row_fourteen_is_left_out_by_name(run, monkeypatch):
+    monkeypatch.setattr(cute, "obstacles", lambda problem: ["tvm-ffi is not installed"])
+    assert compile_rows.compile_rows(run, {14}) == []
+    assert run.absent["row 14"] == "tvm-ffi is not installed"
+
+
+def test_a_process_that_fails_or_loads_otherwise_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_rows, "SCRIPT", "raise SystemExit('no compiler')")
+    with pytest.raises(RuntimeError, match="no compiler"):
+        compile_rows.measure(Variant(), tmp_path, "compiled")
+    answer = '{"source": "disk", "seconds": 0.1, "note": "why"}'
+    monkeypatch.setattr(compile_rows, "SCRIPT", f"print({answer!r})")
+    assert compile_rows.measure(Variant(), tmp_path, "disk") == 0.1
+    with pytest.raises(RuntimeError, match="came from disk, not compiled: why"):
+        compile_rows.measure(Variant(), tmp_path, "compiled")
+
+
 def test_the_threshold_of_row_eight_drops_at_least_what_was_asked(run, monkeypatch):
     monkeypatch.setattr(
         kernel_rows, "skipped_share", lambda data, threshold, tile: min(0.9, threshold / 2)
@@ -285,7 +364,7 @@ def test_ceilings_are_rates_of_what_was_timed(bench):
 def test_every_timed_operation_agrees_with_the_reference(bench):
     checks = parity.check_parity(bench, ("triton",))
     assert all(check.holds for check in checks.values())
-    assert {row for check in checks.values() for row in check.rows} == set(GPU_ROWS) - {5}
+    assert {row for check in checks.values() for row in check.rows} == set(GPU_ROWS) - {5, 14}
 
 
 def test_a_wrong_result_names_its_rows_and_the_figure():
@@ -459,9 +538,9 @@ def test_clocks_are_numbers_or_nothing(text, expected):
 
 
 def test_every_row_has_levels_for_both_kinds_of_kernels():
-    assert tuple(range(1, 10)) == GPU_ROWS
-    for target in GPU_TARGETS.values():
-        assert set(target.levels) == {"triton", "cute"}
+    assert (*range(1, 10), 14) == GPU_ROWS
+    for row, target in GPU_TARGETS.items():
+        assert set(target.levels) == {"cute", "cute from disk" if row == 14 else "triton"}
         for must, aim in target.levels.values():
             assert verdict(aim, must, aim, more_is_better=target.more_is_better) == "aim"
             assert verdict(must, must, aim, more_is_better=target.more_is_better) in ("must", "aim")

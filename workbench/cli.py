@@ -480,7 +480,7 @@ def cpu(
 
 @bench.command()
 def gpu(
-    rows: Annotated[str, typer.Option(help="Rows of the table of targets.")] = "1,2,3,4,5,6,7,8,9",
+    rows: Annotated[str, typer.Option(help="Rows of the targets.")] = "1,2,3,4,5,6,7,8,9,14",
     json: Annotated[
         Path | None, typer.Option(help="Also write the report here, after every group of rows.")
     ] = None,

@@ -57,7 +57,7 @@ def scores(row: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """
     found = []
     for impl, value in row["measured"].items():
-        level = row["targets"].get(impl, row["targets"]["triton"])
+        level = row["targets"].get(impl) or row["targets"]["triton"]
         found.append((impl, *(_better(row, x, level["must"]) for x in (value, level["aim"]))))
     return found
 

@@ -1,4 +1,4 @@
-"""Rows 1 to 9 of the table of targets on this GPU: `workbench bench gpu`.
+"""Rows 1 to 9 and 14 of the table of targets on this GPU: `workbench bench gpu`.
 
 Parity first, then every row by interleaved medians against the best dense attention that is
 installed. Also `python -m workbench.bench.gpu` where only torch, triton and numpy are installed.
@@ -18,6 +18,7 @@ import torch
 
 from workbench.bench import files, kernel_rows, peers
 from workbench.bench.cases import Case, Run, served_by
+from workbench.bench.compile_rows import compile_rows
 from workbench.bench.inputs import QUICK, Bench, describe, random_mask
 from workbench.bench.parity import broken, check_parity, checked_peers
 from workbench.bench.report import Report, as_text, failed_row, row_record
@@ -35,6 +36,7 @@ GROUPS: Mapping[tuple[int, ...], Callable[[Run, Collection[int]], list[Case]]] =
     (7,): kernel_rows.skip_rows,
     (8,): kernel_rows.skip_rows,
     (9,): kernel_rows.quant_rows,
+    (14,): compile_rows,
 }
 
 
@@ -48,7 +50,7 @@ def bench_gpu(
     """Measures rows of the table of targets, after a check of every result.
 
     Args:
-        rows: which of 1 to 9.
+        rows: which of 1 to 9 and 14.
         bench: sizes, device and timer; the full sizes on the current GPU by default.
         keep: called with the report after every group of rows, so that a lost machine costs one.
         command: the command line, for the report.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -22,7 +21,7 @@ from blockattn.quant_formats import (
     quantise_nvfp4,
 )
 from blockattn.route import BlockRoute
-from workbench.bench import peers
+from workbench.bench import own, peers
 from workbench.bench.cases import Case, Run
 from workbench.bench.inputs import KINDS, QKV, describe, random_mask
 from workbench.bench.roofline import Work, attention_work
@@ -62,36 +61,28 @@ def mask_case(run: Run, data: QKV, route: BlockRoute) -> Case:
     calls: dict[str, Callable[[], object]] = {f"dense {name}": dense, **others}
     for impl in run.impls:
         calls[f"{impl}, lists made in the call"] = partial(attend, *data, route, impl=impl)
-    if "triton" in run.impls:
-        calls["triton"] = _listed(data, route)
+    problem = make_problem(*data, route=route)
+    for impl in run.impls:
+        lists = own.make_lists(impl, problem)
+        calls[impl] = partial(own.run_with, impl, problem, lists)
     samples = run.bench.timer(calls, run.bench.sizes.repeats)
     seconds, density = medians(samples), route.density()
     limit = density * seconds[f"dense {name}"]
     work = attention_work(data[0], data[1], density)
-    own = {
-        impl: impl if impl in seconds else f"{impl}, lists made in the call" for impl in run.impls
-    }
     return Case(
         3,
         f"{describe(data[0])}, random, density {density:.4f}, lists made before",
         f"density x dense {name}",
-        {impl: limit / seconds[key] for impl, key in own.items()},
+        {impl: limit / seconds[impl] for impl in run.impls},
         peers={other: limit / seconds[other] for other in others},
         density=density,
         samples=samples,
         more={
             "flops_per_second": {key: work.flops / value for key, value in seconds.items()}
             | {f"dense {name}": work.flops / limit},
-            "roofline": work.against(seconds[own[run.impls[0]]], run.ceilings),
+            "roofline": work.against(seconds[run.impls[0]], run.ceilings),
         },
     )
-
-
-def _listed(data: QKV, route: BlockRoute) -> Callable[[], object]:
-    from blockattn.impl.triton import launch
-
-    problem = replace(make_problem(*data, route=route), lists=route.lists())
-    return lambda: launch.run(problem)
 
 
 def sync_rows(run: Run, wanted: Collection[int]) -> list[Case]:
@@ -177,40 +168,46 @@ def skip_rows(run: Run, wanted: Collection[int]) -> list[Case]:
 def skip_case(
     run: Run, kind: str, data: QKV, row: int, threshold: float, tile: tuple[int, int]
 ) -> Case:
-    """The Triton kernel with a vote over itself without one, at the same tiles."""
-    from blockattn.impl.triton import launch
-
+    """Every kernel with a vote over itself without one; Triton's at the same tiles."""
     settings: dict[str, Any] = {"skip_threshold": threshold, "skip_tile": tile}
-    problem, dense = make_problem(*data, **settings), make_problem(*data)
-    config = launch.configure(problem)
-    calls: dict[str, Callable[[], object]] = {
-        "vote": lambda: launch.run(problem),
-        "no vote": lambda: launch.run(dense, config),
-        "dense as configured": lambda: launch.run(dense),
+    problems = make_problem(*data, **settings), make_problem(*data)
+    calls = {
+        prefix(impl) + name: call
+        for impl in run.impls
+        for name, call in own.vote_calls(impl, *problems).items()
     }
     name, best = run.best_dense(data)
     calls[f"dense {name}"] = best
     samples = run.bench.timer(calls, run.bench.sizes.repeats)
     seconds = medians(samples)
     skipped = skipped_share(data, threshold, tile)
-    slower = seconds["vote"] / seconds["no vote"]
+    slower = {
+        impl: seconds[f"{prefix(impl)}vote"] / seconds[f"{prefix(impl)}no vote"]
+        for impl in run.impls
+    }
+    first = f"{prefix(run.impls[0])}vote"
     tiles = f"{tile[0]} x {tile[1]}"
     return Case(
         row,
         f"{describe(data[0])}, {kind}, lambda {threshold:.3g}, tiles {tiles}, "
         f"{skipped:.1%} skipped",
-        f"the same kernel without vote, tiles {tiles}",
-        {"triton": slower if row == 7 else 1 / slower},
+        f"the same kernel without vote, tiles {tiles} (cute: as configured)",
+        {impl: value if row == 7 else 1 / value for impl, value in slower.items()},
         density=1 - skipped,
         samples=samples,
         more={
             "skipped": skipped,
-            "speed_up_over": {key: seconds[key] / seconds["vote"] for key in seconds},
+            "speed_up_over": {key: seconds[key] / seconds[first] for key in seconds},
             "roofline": attention_work(data[0], data[1], 1 - skipped / 2).against(
-                seconds["vote"], run.ceilings
+                seconds[first], run.ceilings
             ),
         },
     )
+
+
+def prefix(impl: str) -> str:
+    """What tells the series of an implementation from those of Triton's kernels."""
+    return "" if impl == "triton" else f"{impl} "
 
 
 def skipped_share(data: QKV, threshold: float, tile: tuple[int, int]) -> float:

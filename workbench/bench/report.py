@@ -51,7 +51,7 @@ def row_record(row: int, cases: Sequence[Case], clocks: Mapping[str, Any]) -> di
 
 def _verdict(row: int, impl: str, value: float) -> str:
     target = GPU_TARGETS[row]
-    must, aim = target.levels.get(impl, target.levels["triton"])
+    must, aim = target.levels.get(impl) or target.levels["triton"]
     return verdict(value, must, aim, more_is_better=target.more_is_better)
 
 
@@ -69,7 +69,7 @@ def as_text(report: Report) -> str:
             lines.append(f"  FAILED: {row['failed']}")
             continue
         for name, value in row["measured"].items():
-            target = row["targets"].get(name, row["targets"]["triton"])
+            target = row["targets"].get(name) or row["targets"]["triton"]
             figures = f"must {target['must']:g}, aim {target['aim']:g}: {row['verdict'][name]}"
             lines.append(f"  {name} {value:.3g} {row['unit']} ({figures})")
         lines += [f"    {_case_line(case)}" for case in row["cases"]]

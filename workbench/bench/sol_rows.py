@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from blockattn import sol, sol_attention
 from blockattn.layout import BLOCK, num_blocks
-from blockattn.problem import make_problem
-from blockattn.route import BlockRoute
+from blockattn.problem import Problem, make_problem
+from workbench.bench import own
 from workbench.bench.cases import Case, Run
 from workbench.bench.inputs import KINDS, QKV, describe
 from workbench.bench.roofline import attention_work
@@ -39,6 +38,8 @@ def sol_cases(run: Run, kind: str, data: QKV, row: int, tau: float) -> tuple[Cas
     name, dense = run.best_dense(data)
     parts = sol_parts(data, tau) if "triton" in run.impls else {}
     calls: dict[str, Callable[[], object]] = {f"dense {name}": dense, **parts}
+    if parts and "cute" in run.impls:
+        calls |= cute_parts(data, tau)
     for impl in run.impls:
         calls[impl] = lambda impl=impl: sol_attention(*data, tau=tau, impl=impl)
     samples = run.bench.timer(calls, run.bench.sizes.repeats)
@@ -66,18 +67,51 @@ def sol_cases(run: Run, kind: str, data: QKV, row: int, tau: float) -> tuple[Cas
         samples=samples,
         more=more,
     )
-    shares = {"triton": 100 * seconds["prepare + route"] / dense_time} if parts else {}
-    kept = {key: samples[key] for key in (*STEPS, f"dense {name}") if parts}
+    routing = {"triton": "prepare + route", "cute": "prepare + route, cute"}
+    shares = {
+        impl: 100 * seconds[key] / dense_time for impl, key in routing.items() if key in seconds
+    }
+    steps = [key for key in samples if key.removesuffix(", cute") in STEPS]
+    kept = {key: samples[key] for key in (*steps, f"dense {name}") if parts}
     return whole, Case(4, setting, f"dense {name}", shares, density=density, samples=kept)
 
 
 def sol_parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
     """The steps of a Sol-Attn call on the Triton kernels, each as a call of its own."""
-    from blockattn.impl.triton import launch, lists, prepare, select
-    from blockattn.impl.triton.plan import plan
+    from blockattn.impl.triton import prepare, select
 
     q, k, v = data
-    knobs: dict[str, Any] = {
+    knobs = _knobs(q, tau)
+    q_mean, k_mean, *_ = prepare.summarise(q, k, v, BLOCK)
+    keys = prepare.center_keys(k_mean)
+    problem = _planned(data, knobs)
+    lists = own.make_lists("triton", problem)
+    return {
+        "summarise": lambda: prepare.summarise(q, k, v, BLOCK),
+        "center keys": lambda: prepare.center_keys(k_mean),
+        "select": lambda: select.select(q_mean, keys, **knobs),
+        "lists": lambda: own.make_lists("triton", problem),
+        "prepare": lambda: prepare.center_keys(prepare.summarise(q, k, v, BLOCK)[1]),
+        "prepare + route": lambda: own.make_lists("triton", _planned(data, knobs)),
+        "attend": lambda: own.run_with("triton", problem, lists),
+    }
+
+
+def cute_parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
+    """What the CuTe kernel adds to the same preparation and routing: its own lists, the kernel."""
+    knobs = _knobs(data[0], tau)
+    problem = _planned(data, knobs)
+    lists = own.make_lists("cute", problem)
+    return {
+        "lists, cute": lambda: own.make_lists("cute", problem),
+        "prepare + route, cute": lambda: own.make_lists("cute", _planned(data, knobs)),
+        "attend, cute": lambda: own.run_with("cute", problem, lists),
+    }
+
+
+def _knobs(q: Tensor, tau: float) -> dict[str, Any]:
+    """Arguments of preparing and routing, as :func:`blockattn.sol_attention` sets them."""
+    return {
         "tau": tau,
         "unit": q.shape[3] ** -0.5 * sol.LOG2_E,
         "floor": sol.VARIANCE_FLOOR,
@@ -85,24 +119,13 @@ def sol_parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
         "band": sol.BAND,
         "exact": False,
     }
-    q_mean, k_mean, *_ = prepare.summarise(q, k, v, BLOCK)
-    keys = prepare.center_keys(k_mean)
-    made = plan(q, k, v, **knobs)
 
-    def listed(route: BlockRoute) -> tuple[Tensor, Tensor]:
-        return lists.row_lists(route.words, route.grid[1])
 
-    problem = make_problem(q, k, v, route=made.route, tail=made.tail)
-    problem = replace(problem, lists=listed(made.route))
-    return {
-        "summarise": lambda: prepare.summarise(q, k, v, BLOCK),
-        "center keys": lambda: prepare.center_keys(k_mean),
-        "select": lambda: select.select(q_mean, keys, **knobs),
-        "lists": lambda: listed(made.route),
-        "prepare": lambda: prepare.center_keys(prepare.summarise(q, k, v, BLOCK)[1]),
-        "prepare + route": lambda: listed(plan(q, k, v, **knobs).route),
-        "attend": lambda: launch.run(problem),
-    }
+def _planned(data: QKV, knobs: Mapping[str, Any]) -> Problem:
+    from blockattn.impl.triton.plan import plan
+
+    made = plan(*data, **knobs)
+    return make_problem(*data, route=made.route, tail=made.tail)
 
 
 def split(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ class Target:
 
     Attributes:
         quantity: what is measured; short: the same in a few words.
-        unit: ``x`` (ratio of times), ``%`` or ``syncs``.
+        unit: ``x`` (ratio of times), ``%``, ``syncs`` or ``s``.
         more_is_better: whether larger figures are better.
         levels: (must, aim) by implementation.
     """
@@ -81,6 +81,13 @@ GPU_TARGETS: Mapping[int, Target] = {
     ),
     9: Target(
         "quantiser over bytes / copy bandwidth", "quantiser / copy", "x", False, _same(1.6, 1.25)
+    ),
+    14: Target(
+        "a CuTe kernel in a new process, compiled and from disk",
+        "CuTe kernel ready",
+        "s",
+        False,
+        {"cute": (6, 3), "cute from disk": (0.3, 0.05)},
     ),
 }
 GPU_ROWS = tuple(GPU_TARGETS)
