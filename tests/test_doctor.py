@@ -249,3 +249,14 @@ def test_this_machine_is_ready_and_the_reference_runs_here():
     reasons = {status.name: status.why_not for status in report.implementations}
     assert reasons["reference"] is None
     assert report.packages["torch"] is not None
+
+
+def test_the_report_says_how_many_compiled_kernels_are_kept_and_where(tmp_path, monkeypatch):
+    monkeypatch.setenv("BLOCKATTN_CACHE", str(tmp_path))
+    for name, size in (("a.so", 3 * 2**20), ("b.so", 2**19), ("c.tmp", 2**20)):
+        (tmp_path / name).write_bytes(b"0" * size)
+    report = doctor.examine()
+    assert report.kernels == doctor.KernelFolder(str(tmp_path), 2, 3 * 2**20 + 2**19)
+    stream = io.StringIO()
+    doctor_text.show(report, Console(file=stream, width=300))
+    assert f"2 kept, 3.5 MiB, in {tmp_path}" in stream.getvalue()

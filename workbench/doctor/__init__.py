@@ -4,6 +4,7 @@ from workbench.doctor.checkup import (
     Finding,
     GpuInfo,
     ImplementationStatus,
+    KernelFolder,
     Report,
     diagnose,
 )
@@ -12,6 +13,7 @@ __all__ = [
     "Finding",
     "GpuInfo",
     "ImplementationStatus",
+    "KernelFolder",
     "Report",
     "diagnose",
 ]

@@ -60,9 +60,19 @@ class ImplementationStatus:
 
 
 @dataclass(frozen=True)
+class KernelFolder:
+    """Compiled CuTe kernels that are kept on disk: where, how many, bytes in all."""
+
+    path: str
+    files: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Report:
     """All that `workbench doctor` found. `packages` maps a distribution to its version or None;
-    `cute_lane` is the lane that is installed whole (`workbench.doctor.lanes`)."""
+    `cute_lane` is the lane that is installed whole (`workbench.doctor.lanes`); `kernels` is None
+    where torch does not load."""
 
     platform: str
     python: str
@@ -74,6 +84,7 @@ class Report:
     implementations: list[ImplementationStatus]
     findings: list[Finding]
     cute_lane: str | None = None
+    kernels: KernelFolder | None = None
 
     @property
     def ok(self) -> bool:
@@ -231,14 +242,22 @@ def implementation_statuses() -> list[ImplementationStatus]:
     return found
 
 
+def kernel_folder() -> KernelFolder:
+    """What is kept of compiled CuTe kernels. Needs torch."""
+    from blockattn.impl.cute import cache
+
+    sizes = cache.contents()
+    return KernelFolder(str(cache.folder()), len(sizes), sum(sizes.values()))
+
+
 def examine() -> Report:
     """Look at this machine."""
     packages = package_versions([*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES])
     driver = driver_version()
-    cuda, gpus, implementations, broken = None, [], [], []
+    cuda, gpus, implementations, kernels, broken = None, [], [], None, []
     try:
         cuda, gpus = _torch_devices()
-        implementations = implementation_statuses()
+        implementations, kernels = implementation_statuses(), kernel_folder()
     except (ImportError, OSError) as error:  # OSError: a shared library of torch does not load
         broken.append(Finding("error", "import", f"{type(error).__name__}: {error}"))
     found = {name: version for name, version in packages.items() if version is not None}
@@ -255,6 +274,7 @@ def examine() -> Report:
         implementations=implementations,
         findings=[*broken, *findings],
         cute_lane=lanes.lane_of(found),
+        kernels=kernels,
     )
 
 

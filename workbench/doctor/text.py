@@ -35,6 +35,9 @@ def _machine(report: Report) -> Table:
     triton = report.packages.get("triton") or "missing"
     table.add_row("triton", triton + (" (TRITON_INTERPRET=1)" if interpreted else ""))
     table.add_row("CuTe lane", report.cute_lane or "none")
+    if report.kernels is not None:
+        kept = f"{report.kernels.files} kept, {report.kernels.size / 2**20:.1f} MiB"
+        table.add_row("CuTe kernels", f"{kept}, in {report.kernels.path}")
     table.add_row("NVIDIA driver", report.driver or "none")
     for gpu in report.gpus:
         major, minor = gpu.capability
