@@ -23,7 +23,7 @@ OPTIONAL = {
 }  # fmt: skip
 ADAPTERS = (
     "blockattn.impl.", "workbench.models.", "workbench.widgets.", "workbench.bench.peers",
-    "workbench.sweep.cluster",
+    "workbench.sweep.cluster", "workbench.diffusers.",
 )  # fmt: skip
 INTERFACE = {
     "jupyterlab", "ipykernel", "IPython", "ipywidgets", "matplotlib", "pydantic", "yaml", "typer",

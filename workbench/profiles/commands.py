@@ -21,6 +21,10 @@ def apply(
             "[default: recognised]",
         ),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a diffusers pipeline. [default: the small model]"),
+    ] = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -28,11 +32,22 @@ def apply(
         ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of the noise.")] = "0,1,2",
-    steps: Annotated[int, typer.Option(help="Steps of the sampler.")] = 8,
-    grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,16,16",
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 = none.")] = 1.0,
+    steps: Annotated[
+        int | None, typer.Option(help="Of the sampler. [default: 8, or the pipeline's own]")
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(help="Classifier-free guidance. [default: 1 = none, or the pipeline's own]"),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="--model: frames,height,width. [default: the pipeline's own]"),
+    ] = None,
+    grid: Annotated[
+        str | None, typer.Option(help="Small model: tokens along t,h,w. [default: 8,16,16]")
+    ] = None,
     weights: Annotated[
-        Path | None, typer.Option(help="Weights of the small model; the bundled ones by default.")
+        Path | None, typer.Option(help="Small model: its weights. [default: the bundled ones]")
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="skip_softmax: config.json with the calibration to use.")
@@ -54,29 +69,18 @@ def apply(
     Steps, keys and layers that a file counts in are those of this run. What cannot be honoured is
     an error before anything is sampled.
     """
-    from workbench.calibrate.options import parse_samples
-    from workbench.devices import choose_device
-    from workbench.models import load_model
-    from workbench.paths import BUNDLED_WEIGHTS, data_dir
+    from workbench.calibrate.options import parse_seeds
+    from workbench.profiles.models import Choice
     from workbench.profiles.session import apply_files
-    from workbench.profiles.tiny import TinyVideo
 
-    prompts = tuple(prompt or ["disc"])
-    samples = parse_samples(prompts, seeds, grid, steps=steps, guidance=guidance)
-    model = TinyVideo(
-        load_model(weights, device=choose_device(device)),
-        grid=samples.grid,
-        steps=steps,
-        guidance=guidance,
-        gate=gate,
-        impl=impl,
-    )
+    choice = Choice(model, weights, grid, size, steps, guidance, gate, impl, device)
+    prompts = choice.prompts(prompt)
     apply_files(
-        model,
+        choice.open(),
         [profile] if other is None else [profile, other],
         prompts,
-        samples.seeds,
-        inputs={"weights": weights or data_dir() / BUNDLED_WEIGHTS},
+        parse_seeds("--seeds", seeds),
+        inputs=choice.inputs,
         format=format,
         calibration=calibration,
         check=check,

@@ -1,0 +1,95 @@
+"""A pipeline of diffusers from a folder on this machine; nothing is ever downloaded.
+
+Takes a saved pipeline (`model_index.json`), also one whose text encoder or decoder was left out,
+or the folder of a Wan transformer alone, around which a pipeline is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.diffusers.package import diffusers_package
+from workbench.diffusers.tiny_wan import wan_pipeline
+
+INDEX, CONFIG = "model_index.json", "config.json"
+
+
+def open_pipeline(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """The pipeline of a folder.
+
+    Args:
+        folder: of a pipeline, or of a transformer (also one that holds a folder `transformer`).
+        device, dtype: of all of its parts.
+
+    Raises:
+        FileNotFoundError: no such folder, or nothing of diffusers in it.
+        ValueError: a transformer alone that is not Wan's, or a pipeline that wants an image.
+        ModuleNotFoundError: diffusers, or a package that it needs, is missing; with the command.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"model={str(folder)!r}: no such folder; give one on this machine")
+    pipe = _saved(path, dtype) if (path / INDEX).is_file() else _around(path, dtype)
+    _check_text_to_video(pipe, path)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
+
+
+def _saved(path: Path, dtype: torch.dtype) -> Any:
+    index = _json(path / INDEX)
+    # A part that was left out when the pipeline was saved has to be left out by name.
+    absent = {
+        name: None for name, value in index.items() if isinstance(value, list) and value[0] is None
+    }
+    return diffusers_package().DiffusionPipeline.from_pretrained(
+        path, local_files_only=True, dtype=dtype, **absent
+    )
+
+
+def _around(path: Path, dtype: torch.dtype) -> Any:
+    """A pipeline around one transformer: no text encoder, no decoder."""
+    place = next((p for p in (path, path / "transformer") if (p / CONFIG).is_file()), None)
+    if place is None:
+        raise FileNotFoundError(
+            f"model={str(path)!r}: neither {INDEX} nor {CONFIG} nor transformer/{CONFIG} is there; "
+            "give the folder of a diffusers pipeline or transformer"
+        )
+    kind = _json(place / CONFIG).get("_class_name")
+    if kind != "WanTransformer3DModel":
+        raise ValueError(
+            f"model={str(place)!r}: {kind} alone cannot sample here, only WanTransformer3DModel "
+            "can; give the folder of its whole pipeline"
+        )
+    kinds = diffusers_package()
+    model = kinds.WanTransformer3DModel.from_pretrained(place, local_files_only=True, dtype=dtype)
+    return wan_pipeline(model)
+
+
+def _check_text_to_video(pipe: Any, path: Path) -> None:
+    wanted = inspect.signature(pipe.__call__).parameters
+    missing = {"prompt", "num_frames", "num_inference_steps", "output_type"} - set(wanted)
+    image = wanted.get("image")
+    if missing or (image is not None and image.default is inspect.Parameter.empty):
+        what = "wants an image" if not missing else f"takes no {', '.join(sorted(missing))}"
+        raise ValueError(
+            f"model={str(path)!r}: {type(pipe).__name__} {what}; text-to-video pipelines are "
+            "applied here. For others, call workbench.attach around your own code"
+        )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); the folder is damaged") from error
+    return data if isinstance(data, dict) else {}

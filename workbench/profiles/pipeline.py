@@ -1,0 +1,282 @@
+"""A text-to-video pipeline of diffusers as a model that runs profiles.
+
+What the pipeline would do (times of the steps, tokens of a call, heads) is not computed again here:
+its own code is run up to the first attention call and looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockattn import TokenGrid, checks
+from workbench.attention import SparseAttention
+from workbench.capture import CaptureSpec
+from workbench.config.checkpoint import read_calibration
+from workbench.diffusers import attach
+from workbench.diffusers.families import family_of
+from workbench.diffusers.model import plain
+from workbench.export import Deployment
+from workbench.models import AttentionCall
+from workbench.profiles.profile import Profile
+from workbench.profiles.video import Run, policy
+from workbench.sample.settings import MAX_SEED
+
+TEXT_TOKENS = 512  # of random text embeddings, as many as Wan's text encoder gives
+PARTS = ("transformer", "transformer_2")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The first self-attention call of a sampling.
+
+    Attributes:
+        times: denoising time of every step of the run, falling.
+        grid: its tokens, with the text among them.
+        batch, heads, head_dim: of its queries.
+    """
+
+    times: tuple[float, ...]
+    grid: TokenGrid
+    batch: int
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class PipelineVideo:
+    """Samples videos with a pipeline; what is ``None`` is the pipeline's own default.
+
+    Attributes:
+        pipe: with one transformer or two; a profile goes to both.
+        name: for titles.
+        size: (frames, height, width) in pixels. steps: of the scheduler. guidance: of the text.
+        gate: of VSA: the models of diffusers learn none, so ``zero``.
+        impl: implementation of the sparse calls.
+    """
+
+    pipe: Any
+    name: str = "pipeline"
+    size: tuple[int, int, int] | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    gate: str = "model"
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            *zip(("frames", "height", "width"), self.size or ()),
+            ("steps", self.steps),
+        ):
+            if value is not None:
+                checks.integer(name, value, minimum=1)
+        if self.guidance is not None:
+            checks.finite_number("guidance", self.guidance)
+        known = inspect.signature(self.pipe.__call__).parameters
+        unknown = [name for name in self._settings if name not in known]
+        if unknown:
+            raise ValueError(
+                f"{type(self.pipe).__name__} takes no {', '.join(unknown)}; leave it out"
+            )
+
+    @property
+    def title(self) -> str:
+        """Model, size, steps, device, and what is missing of the pipeline."""
+        grid = " x ".join(map(str, self.seen.grid.shape))
+        part = self._part
+        text = (
+            f"{self.name}: {type(self.pipe).__name__}, {' and '.join(self._transformers)} of "
+            f"{len(self.module_names)} layers, {self.seen.grid.tokens:,} tokens (grid {grid}), "
+            f"{len(self.seen.times)} steps, {str(part.dtype).split('.')[-1]} on {part.device}"
+        )
+        if not self._has("text_encoder"):
+            text += "; no text encoder, so a prompt stands for random text embeddings"
+        return text if self._has("vae") else f"{text}; no decoder, so videos are latents"
+
+    @cached_property
+    def seen(self) -> Seen:
+        """The first attention call of a sampling, at which it is stopped."""
+        found: list[tuple[Tensor, AttentionCall]] = []
+
+        def look(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
+            del k, v
+            found.append((q, call))
+            raise _Enough
+
+        with attach(self.pipe, None, observe=look) as attached:
+            falling = attached.models[0].family.falling
+            with contextlib.suppress(_Enough):
+                self._call("", 0)
+        ((q, call),) = found
+        train = self.pipe.scheduler.config.num_train_timesteps
+        times = [t / train if falling else 1 - t / train for t in self._timesteps()]
+        grid = TokenGrid(call.grid, call.prefix, call.suffix, call.order)
+        return Seen(tuple(times), grid, q.shape[0], q.shape[2], q.shape[3])
+
+    @property
+    def place(self) -> Deployment:
+        """What files that count in steps, keys or blocks need."""
+        return Deployment(
+            times=self.seen.times, keys=self.seen.grid.tokens, layers=len(self.module_names)
+        )
+
+    @property
+    def module_names(self) -> Sequence[str]:
+        """Self-attention modules, the same in both transformers."""
+        models = [plain(getattr(self.pipe, name)) for name in self._transformers]
+        names = [family_of(model).attention_modules(model) for model in models]
+        if any(other != names[0] for other in names):
+            raise ValueError(
+                f"{self.name}: the two transformers have {' and '.join(map(str, map(len, names)))} "
+                "layers, and a profile is for one number of layers; call workbench.attach with one "
+                "configuration each"
+            )
+        return names[0]
+
+    @property
+    def calibration(self) -> Mapping[str, Any] | None:
+        """What the transformer's config.json says about SkipSoftmax; equal in both.
+
+        Raises:
+            ValueError: the two transformers were calibrated differently.
+        """
+        section = "sparse_attention_config"
+        found = [getattr(self.pipe, name).config.get(section) for name in self._transformers]
+        if any(other != found[0] for other in found):
+            raise ValueError(
+                f"{self.name}: the two transformers carry different SkipSoftmax calibrations, and "
+                "a profile has one. Call workbench.attach with one configuration each"
+            )
+        given = None if found[0] is None else {section: dict(found[0])}
+        return given if given and read_calibration(checkpoint_config=given) else None
+
+    def policy(self, profile: Profile) -> SparseAttention:
+        """What the profile launches.
+
+        Raises:
+            ValueError, UnsupportedError: what the model or the kernels cannot honour.
+        """
+        with attach(self.pipe, profile.config, **self._options(profile)):
+            pass  # what only the model can refuse, such as VSA among text tokens
+        return policy(profile, self.module_names, gate=self.gate, impl=self.impl)
+
+    def check(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
+        """Refuses seeds and prompts that cannot be sampled.
+
+        Raises:
+            TypeError, ValueError: none, a repeat, or a seed out of range.
+        """
+        for seed in seeds:
+            checks.integer("seeds", seed, maximum=MAX_SEED)
+        for name, items in (("prompts", prompts), ("seeds", seeds)):
+            if not items or len(set(items)) != len(items):
+                raise ValueError(f"{name}={items!r}: must be at least one, without repeats")
+        self._text_arguments("")
+
+    def sample(self, prompt: str, seed: int, profile: Profile | None) -> Run:
+        """One video; ``None`` is the model's own attention, counted and otherwise untouched."""
+        config = None if profile is None else profile.config
+        options = {} if profile is None else self._options(profile)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            began = time.perf_counter()
+            with attach(self.pipe, config, record=True, **options) as attached:
+                video = self._call(prompt, seed)
+            seconds = time.perf_counter() - began
+        told = dict.fromkeys(str(w.message) for w in caught if w.category is UserWarning)
+        return Run(video, self._has("vae"), tuple(attached.records), seconds, tuple(told))
+
+    def capture_spec(
+        self, entries: Sequence[tuple[int, int]], *, title: str = "", **details: str
+    ) -> CaptureSpec:
+        """What a capture of (layer, step) calls will hold.
+
+        Args:
+            entries: calls to keep. title, details: what the file says about itself.
+
+        Raises:
+            ValueError, TypeError: a layer or step that a sampling does not have.
+        """
+        layers, steps = len(self.module_names), len(self.seen.times)
+        for layer, step in entries:
+            checks.integer("layer", layer, maximum=layers - 1)
+            checks.integer("step", step, maximum=steps - 1)
+        return CaptureSpec(
+            grid=self.seen.grid,
+            entries=tuple(entries),
+            heads=self.seen.heads,
+            head_dim=self.seen.head_dim,
+            title=title or self.title,
+            details={"model": self.title, **details},
+        )
+
+    def run(self, prompt: str, seed: int) -> Tensor:
+        """One video with whatever attention is attached; as :attr:`Run.video`."""
+        return self._call(prompt, seed)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What is given, by the names of the pipeline's arguments."""
+        sizes = zip(("num_frames", "height", "width"), self.size or (None, None, None))
+        given = {**dict(sizes), "num_inference_steps": self.steps, "guidance_scale": self.guidance}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def _transformers(self) -> list[str]:
+        return [name for name in PARTS if getattr(self.pipe, name, None) is not None]
+
+    @property
+    def _part(self) -> Any:
+        return getattr(self.pipe, self._transformers[0])
+
+    def _has(self, part: str) -> bool:
+        return getattr(self.pipe, part, None) is not None
+
+    def _options(self, profile: Profile) -> dict[str, Any]:
+        return {"impl": self.impl, **profile.options(self.gate)}
+
+    def _timesteps(self) -> list[float]:
+        return [float(t) for t in self.pipe.scheduler.timesteps]
+
+    @torch.no_grad()
+    def _call(self, prompt: str, seed: int) -> Tensor:
+        pixels = self._has("vae")
+        frames = self.pipe(
+            **self._text_arguments(prompt),
+            **self._settings,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="np" if pixels else "latent",
+        ).frames
+        return torch.as_tensor(frames[0]).float().cpu()
+
+    def _text_arguments(self, prompt: str) -> dict[str, Any]:
+        """The prompt, or without a text encoder embeddings that follow from it."""
+        if self._has("text_encoder"):
+            return {"prompt": prompt}
+        width = getattr(self._part.config, "text_dim", None)
+        if width is None:
+            raise ValueError(
+                f"{self.name}: {type(self.pipe).__name__} has no text encoder, and random text "
+                "embeddings are made for Wan only; give the folder of the whole pipeline"
+            )
+        texts = {"prompt_embeds": prompt, "negative_prompt_embeds": f"not {prompt}"}
+        return {name: self._random_text(text, width) for name, text in texts.items()}
+
+    def _random_text(self, text: str, width: int) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+        made = torch.randn(1, TEXT_TOKENS, width, generator=generator)
+        return made.to(self._part.device, self._part.dtype)
+
+
+class _Enough(Exception):
+    """Ends a sampling once its first attention call has been seen."""
