@@ -19,9 +19,11 @@ from workbench.capture.selection import block_rows
 from workbench.masks import capture_masks
 from workbench.rows import check_tiles, probe_rows, query_places, row_attention, row_scores
 from workbench.synthetic import synthetic_qkv
+from workbench.tune import figures
 from workbench.tune import run as tune
 from workbench.tune.settings import TuneSettings
 from workbench.views import draw_rows, new_figure, to_png
+from workbench.widgets import TauTuner, ThresholdTuner, texts
 
 GRID = TokenGrid((6, 10, 10))  # 600 tokens: nine whole blocks of 64 and one of 24
 BLOCKS = (0, 1, 4, 5, 8, 9)
@@ -137,6 +139,30 @@ def test_tuning_on_rows_says_so_and_takes_no_times(tmp_path: Path):
     assert all(row.sparse_ms is None for row in result.rows)
     assert any("of 6 of 10 query blocks" in line for line in result.warnings)
     assert 0 < result.choice.line.density < 1
+
+
+@pytest.mark.parametrize("algorithm", ["sol_attn", "skip_softmax"])
+def test_heads_keep_the_numbers_that_the_model_gives_them(tmp_path: Path, algorithm: str):
+    spec = CaptureSpec(GRID, ((0, 0),), heads=9, head_dim=16, selection=Selection(heads=(3, 8)))
+    with CaptureWriter(tmp_path / "a", spec) as writer:
+        q, k, v = (x[:, :, :2] for x in (DATA.q, DATA.k, DATA.v))
+        writer.write(0, 0, time=0.5, q=q, k=k, v=v)
+    settings = TuneSettings(algorithm=algorithm, values=(0.5,), repeats=0)
+    result = tune.run(open_capture(tmp_path / "a"), settings)
+    assert {row.head for row in result.choice.rows} == {3, 8}
+    figures.write_figures(result, tmp_path / "run")
+    assert (tmp_path / "run" / "route.png").is_file()
+
+
+@pytest.mark.parametrize("panel", [TauTuner, ThresholdTuner])
+def test_a_panel_opens_a_sample_of_heads_and_says_so(tmp_path: Path, panel: type):
+    spec = CaptureSpec(GRID, ((0, 0),), heads=9, head_dim=16, selection=Selection(heads=(3, 8)))
+    with CaptureWriter(tmp_path / "a", spec) as writer:
+        q, k, v = (x[:, :, :2] for x in (DATA.q, DATA.k, DATA.v))
+        writer.write(0, 0, time=0.5, q=q, k=k, v=v)
+    opened = panel(open_capture(tmp_path / "a"), device="cpu")
+    assert opened.problem == ""
+    assert "heads 3, 8 of 9" in texts.heading(opened.session)
 
 
 @pytest.mark.parametrize("algorithm", ["sol_attn", "skip_softmax"])

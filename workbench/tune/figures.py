@@ -104,7 +104,9 @@ def frames(result: TuneResult) -> Figure:
     wanted = (grid.prefix + grid.video_tokens // 2) // block
     at = min(range(len(places)), key=lambda n: abs(places[n] - wanted))
     middle = places[at]
-    selected = decisions.selected_tokens(exact.dense()[row.batch, row.head, at], grid, block)
+    selected = decisions.selected_tokens(
+        exact.dense()[row.batch, _held(result, row), at], grid, block
+    )
     figure = new_figure(*frames_size(grid.shape))
     draw_frames(
         figure,
@@ -153,10 +155,10 @@ def draw_error(ax: Axes, result: TuneResult) -> None:
 def draw_map(figure: Figure | SubFigure, result: TuneResult) -> None:
     """Routing or skip map of the worst head with its line of text."""
     row, blocks = result.worst()[0], result.capture.query_blocks
-    prepared = _prepared(result, row)
+    prepared, head = _prepared(result, row), _held(result, row)
     ax = figure.subplots()
     if result.method.knob == "tau":
-        states = decisions.classify(prepared, row.value, row.batch, row.head, blocks)
+        states = decisions.classify(prepared, row.value, row.batch, head, blocks)
         edges = decisions.frame_edges(result.capture.grid)
         if blocks is not None:
             exact = states != decisions.Decision.APPROXIMATE
@@ -166,7 +168,7 @@ def draw_map(figure: Figure | SubFigure, result: TuneResult) -> None:
         text = decisions.describe(states)
     else:
         dropped = prepared.skipped(row.value)
-        states = decisions.skip_states(dropped, prepared.reachable, row.batch, row.head)
+        states = decisions.skip_states(dropped, prepared.reachable, row.batch, head)
         if blocks is not None:
             exact, places = states == decisions.TileState.COMPUTED, _places(result, dropped)
             draw_rows(ax, exact, places, _title(result, row), what="tile", rest="skipped")
@@ -224,6 +226,11 @@ FIGURES: dict[str, Callable[[TuneResult], Figure]] = {
 def _prepared(result: TuneResult, row: Row) -> Any:
     data = result.capture.load_rows(row.layer, row.step).to(result.device)
     return result.method.prepare(data.q, data.k, data.query_blocks)
+
+
+def _held(result: TuneResult, row: Row) -> int:
+    """Where the capture holds the head of a row."""
+    return result.capture.head_indices.index(row.head)
 
 
 def _places(result: TuneResult, route: BlockRoute) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """One head at one value. Times are those of the call with all heads, in milliseconds."""
+    """One head, by the model's number, at one value. Times (ms) are of the call with all heads."""
 
     layer: int
     step: int

@@ -118,7 +118,7 @@ class Sweep:
                 step=data.step,
                 time=data.time,
                 batch=batch,
-                head=head,
+                head=self.capture.head_indices[head],
                 value=value,
                 density=float(density[at]),
                 density_delivered=float(delivered[at]),
