@@ -58,7 +58,8 @@ class Forward:
         clock: counts steps.
         train_timesteps: the time argument at full noise.
         watched: whether somebody looks at steps and times, which costs one wait for the device.
-        compiled: whether a hook also sits outside the compiled model, where values can be read.
+        compiled: whether the model is compiled and calls are also seen outside the graph, where
+            values can be read.
     """
 
     def __init__(
@@ -142,6 +143,17 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
         return _idle, ()
+
+
+class Outside:
+    """In front of a model that was compiled in place: hooks are part of its graph."""
+
+    def __init__(self, forward: Forward, run: Callable[..., Any]) -> None:
+        self._forward, self._run = forward, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._forward.begin(args, kwargs)
+        return self._run(*args, **kwargs)
 
 
 class CrossCount:

@@ -13,7 +13,7 @@ from workbench.attention import SparseAttention
 from workbench.attention.lowering import AnyConfig, as_attention_config
 from workbench.config import VideoSparseAttentionConfig
 from workbench.diffusers.families import Family, family_of
-from workbench.diffusers.forward import Clock, CrossCount, Forward
+from workbench.diffusers.forward import Clock, CrossCount, Forward, Outside
 from workbench.diffusers.layer import Layer, Observe, model_dense
 from workbench.diffusers.parallel import ulysses_group
 from workbench.diffusers.splice import SplicedProcessor, obstacle
@@ -59,17 +59,21 @@ class AttachedModel:
             clock=clock,
             train_timesteps=train_timesteps,
             watched=observe is not None,
-            compiled=model is not self._inner,
+            compiled=model is not self._inner or self._inner._compiled_call_impl is not None,
         )
         self.layers: dict[int, str] = {}
         self.left_alone: dict[str, str] = self._others(names)
         self._splices = self._plan(names, observe)
         self._handles: list[RemovableHandle] = []
+        self._compiled: Any = None
 
     def attach(self) -> None:
         """Puts our processors and hooks in."""
         for _, module, _, spliced in self._splices:
             module.processor = spliced
+        self._compiled = self._inner._compiled_call_impl
+        if self._compiled is not None:
+            self._inner._compiled_call_impl = Outside(self.forward, self._compiled)
         hook = self.forward.hook()
         for model in {id(m): m for m in (self._inner, self._outer)}.values():
             self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
@@ -91,7 +95,9 @@ class AttachedModel:
                 replaced.append(name)
         for handle in self._handles:
             handle.remove()
-        self._handles, self._splices = [], []
+        if self._compiled is not None:
+            self._inner._compiled_call_impl = self._compiled
+        self._handles, self._splices, self._compiled = [], [], None
         return replaced
 
     def _others(self, names: list[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -126,9 +126,20 @@ def _respliced(processor: Any, attend: Attend) -> Callable[..., Any]:
         functional.__dict__.update(F.__dict__)
         functional.__dict__[NATIVE] = _Native(attend)
         scope["F"] = functional
-    run = FunctionType(call.__code__, scope, call.__name__, call.__defaults__, call.__closure__)
+    code = _copied(call.__code__)
+    run = FunctionType(code, scope, call.__name__, call.__defaults__, call.__closure__)
     run.__kwdefaults__ = call.__kwdefaults__
     return run
+
+
+def _copied(code: CodeType) -> CodeType:
+    """The same code as an object of its own, with that of inner functions.
+
+    Dynamo keeps what it has compiled with the code object and looks for it in the namespace of the
+    first function that ran it, so two namespaces need two objects.
+    """
+    inner = tuple(_copied(c) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_consts=inner)
 
 
 class _Dispatched:
