@@ -387,6 +387,25 @@ def test_a_wrong_row_is_not_timed_and_fails_the_run(bench, monkeypatch):
     assert "differs from the reference" in made["rows"]["9"]["failed"]
 
 
+def test_an_implementation_that_is_wrong_is_left_out_of_its_rows_alone(both, monkeypatch):
+    wrong = {"cute mask, random": parity.Check((3,), 2.0, 1.0, "cute")}
+    monkeypatch.setattr(gpu, "check_parity", lambda *_: wrong)
+    monkeypatch.setattr(gpu, "served_by", lambda data: ("triton", "cute"))
+    made = gpu.bench_gpu((3, 6), bench=both.bench)
+    assert set(made["rows"]["3"]["measured"]) == {"triton"}
+    assert set(made["rows"]["6"]["measured"]) == {"triton", "cute"}
+    assert "cute mask, random: 2, allowed 1" in made["absent"]["row 3: cute"]
+    assert not made["parity"]["cute mask, random"]["holds"]
+
+
+def test_a_row_in_which_every_implementation_is_wrong_fails(bench, monkeypatch):
+    wrong = {"triton mask": parity.Check((3,), 2.0, 1.0, "triton")}
+    monkeypatch.setattr(gpu, "check_parity", lambda *_: wrong)
+    monkeypatch.setitem(gpu.GROUPS, (3,), lambda *_: pytest.fail("timed a wrong result"))
+    made = gpu.bench_gpu((3,), bench=bench)
+    assert "differs from the reference" in made["rows"]["3"]["failed"]
+
+
 def test_a_peer_that_differs_from_the_reference_is_not_timed():
     data = tuple(torch.randn(1, 64, 1, 16) for _ in range(3))
     honest = peers.dense_peers(*data)["sdpa default"]

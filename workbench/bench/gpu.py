@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from workbench.bench import files, kernel_rows, peers
 from workbench.bench.cases import Case, Run, served_by
 from workbench.bench.compile_rows import compile_rows
 from workbench.bench.inputs import QUICK, Bench, describe, random_mask
-from workbench.bench.parity import broken, check_parity, checked_peers
+from workbench.bench.parity import Check, broken, check_parity, checked_peers
 from workbench.bench.report import Report, as_text, failed_row, row_record
 from workbench.bench.roofline import measure_ceilings
 from workbench.bench.sol_rows import sol_rows
@@ -64,7 +64,8 @@ def bench_gpu(
     """
     wanted = check_rows(rows)
     bench = bench or Bench()
-    run, report, wrong = prepare(bench, command)
+    run, report, checks = prepare(bench, command)
+    wrong = broken(checks)
     for row in sorted(wanted & set(wrong)):
         bench.say(f"row {row} is not measured, {wrong[row]}")
         report["rows"][str(row)] = failed_row(row, wrong[row])
@@ -73,7 +74,7 @@ def bench_gpu(
         asked = wanted & set(group)
         if asked:
             bench.say(f"measuring row {', '.join(map(str, sorted(asked)))}")
-            report["rows"].update(_measured(run, measure, asked))
+            report["rows"].update(_measured(_right(run, checks, asked), measure, asked))
             report["rows"] = dict(sorted(report["rows"].items()))
             report["absent"] = dict(run.absent)
             keep(report)
@@ -92,8 +93,8 @@ def check_rows(rows: Sequence[int]) -> set[int]:
     return set(rows)
 
 
-def prepare(bench: Bench, command: Sequence[str] | None) -> tuple[Run, Report, dict[int, str]]:
-    """Checks every result, measures the ceilings, begins the report; rows that are wrong."""
+def prepare(bench: Bench, command: Sequence[str] | None) -> tuple[Run, Report, dict[str, Check]]:
+    """Checks every result, measures the ceilings, begins the report."""
     if bench.device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: torch sees no CUDA GPU here; `workbench doctor` says why")
     sizes = bench.sizes
@@ -126,7 +127,7 @@ def prepare(bench: Bench, command: Sequence[str] | None) -> tuple[Run, Report, d
         "absent": dict(absent),
         "rows": {},
     }
-    return run, report, broken(checks)
+    return run, report, checks
 
 
 def unfit_peers(bench: Bench) -> dict[str, str]:
@@ -163,11 +164,25 @@ def cuda_versions() -> dict[str, str | None]:
     return {"cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
 
 
+def _right(run: Run, checks: Mapping[str, Check], asked: Collection[int]) -> Run:
+    """The run with those implementations alone that agree with the reference in these rows."""
+    kept = []
+    for impl in run.impls:
+        reasons = {row: why for row, why in broken(checks, impl).items() if row in asked}
+        run.absent.update({f"row {row}: {impl}": why for row, why in reasons.items()})
+        if not reasons:
+            kept.append(impl)
+    return replace(run, impls=tuple(kept))
+
+
 def _measured(
     run: Run, measure: Callable[[Run, Collection[int]], list[Case]], asked: Collection[int]
 ) -> dict[str, Any]:
     """Rows of a group by number; a failure is a row as well, and the next group still runs."""
     before = run.bench.clocks()
+    if not run.impls:
+        reason = "every implementation differs from the reference, see `absent`"
+        return {str(row): failed_row(row, reason) for row in sorted(asked)}
     try:
         cases = measure(run, asked)
     except _kernel_errors() as error:
@@ -202,7 +217,7 @@ def run_and_report(
     quick: bool = False,
     command: Sequence[str] | None = None,
 ) -> bool:
-    """Measures, prints and writes; True when no row failed.
+    """Measures, prints and writes; True when no row failed and every result was right.
 
     Raises:
         OSError: a file cannot be written; nothing is measured then.
@@ -226,7 +241,8 @@ def run_and_report(
         from workbench.bench.figure import draw_report
 
         draw_report(report, figure)
-    return not any("failed" in row for row in report["rows"].values())
+    failed = any("failed" in row for row in report["rows"].values())
+    return not failed and all(check["holds"] for check in report["parity"].values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

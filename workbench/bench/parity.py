@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ class Check:
         rows: which rows time what was compared, and are not measured when it fails.
         error: largest difference, or how many decisions or bytes differ.
         allowed: how large ``error`` may be.
+        impl: whose result it is; empty where every implementation shares it.
     """
 
     rows: tuple[int, ...]
     error: float
     allowed: float
+    impl: str = ""
 
     @property
     def holds(self) -> bool:
@@ -47,17 +49,17 @@ def check_parity(bench: Bench, impls: tuple[str, ...]) -> dict[str, Check]:
         data = bench.qkv(kind, bench.sizes.check, bench.sizes.check_heads)
         for impl in impls:
             for name, check in _attention(data, impl).items():
-                found[f"{impl} {name}, {kind}"] = check
+                found[f"{impl} {name}, {kind}"] = replace(check, impl=impl)
         for name, check in check_encodings(data[2]).items():
             found[f"{name}, {kind}"] = check
     return found
 
 
-def broken(checks: Mapping[str, Check]) -> dict[int, str]:
-    """Why a row must not be measured, by row."""
+def broken(checks: Mapping[str, Check], impl: str = "") -> dict[int, str]:
+    """Why a row must not be measured, by row: at all, or of one implementation."""
     found: dict[int, list[str]] = {}
     for name, check in checks.items():
-        if not check.holds:
+        if check.impl == impl and not check.holds:
             for row in check.rows:
                 text = f"{name}: {check.error:.3g}, allowed {check.allowed:.3g}"
                 found.setdefault(row, []).append(text)
