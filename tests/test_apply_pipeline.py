@@ -1,0 +1,279 @@
+"""Profiles on pipelines of diffusers: tiny random ones, also saved to disk and read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("diffusers", reason="needs the package diffusers", exc_type=ImportError)
+pytest.importorskip("transformers", reason="needs the package transformers", exc_type=ImportError)
+pytest.importorskip("accelerate", reason="needs the package accelerate", exc_type=ImportError)
+
+from tests.test_apply import GROUP, SOL, config
+from workbench import cli
+from workbench.capture import open_capture
+from workbench.capture.recorder import Recorder
+from workbench.config import SkipSoftmaxConfig, SolAttnConfig, VideoSparseAttentionConfig
+from workbench.diffusers import attach, package
+from workbench.diffusers.folder import open_pipeline
+from workbench.diffusers.tiny_wan import tiny_wan, tiny_wan_pipeline, wan_pipeline
+from workbench.export import export_config
+from workbench.profiles.compare import compare
+from workbench.profiles.pipeline import PipelineVideo
+from workbench.profiles.profile import Profile, read_text
+from workbench.profiles.understood import understand
+from workbench.profiles.verdict import verdict
+
+SIZE, STEPS = (9, 64, 64), 4  # 3 x 4 x 4 latents after the patches: 48 tokens, so one block alone
+LARGE = (13, 96, 128)  # 4 x 6 x 8 = 192 tokens: three blocks
+SMALL: dict[str, Any] = {"layers": 2, "heads": 2, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def wan() -> PipelineVideo:
+    """Two transformers, as Wan 2.2 has them."""
+    return PipelineVideo(tiny_wan_pipeline(**SMALL), "tiny", LARGE, STEPS, guidance=1.0)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wan") / "tiny-wan"
+    tiny_wan_pipeline(**SMALL).save_pretrained(folder)
+    return folder
+
+
+def test_times_tokens_and_layers_are_those_of_the_pipelines_own_run(wan: PipelineVideo):
+    records = wan.sample("a", 0, None).records
+    times = [float(t) / 1000 for t in wan.pipe.scheduler.timesteps]
+    assert wan.place.times == tuple(times)
+    assert wan.place.keys == wan.seen.grid.tokens == 4 * 6 * 8
+    assert wan.seen.grid.shape == (4, 6, 8)
+    assert wan.module_names == ["blocks.0.attn1", "blocks.1.attn1"]
+    assert sorted({(r.step, r.time) for r in records}) == [
+        (n, pytest.approx(time)) for n, time in enumerate(times)
+    ]
+
+
+def test_dense_is_the_bare_pipeline_byte_for_byte(wan: PipelineVideo):
+    assert torch.equal(wan.sample("a", 0, None).video, wan.run("a", 0))
+    assert not torch.equal(wan.run("a", 0), wan.run("b", 0))
+    assert not torch.equal(wan.run("a", 0), wan.run("a", 1))
+
+
+@pytest.mark.parametrize("target", ["vllm_omni", "sglang", "tensorrt_llm"])
+def test_an_exported_file_runs_in_both_transformers_as_attach_runs_its_source(
+    wan: PipelineVideo, target: str
+):
+    source = config(SOL, backend="CUTEDSL")
+    back = read_text(export_config(source, target, wan.place).text, wan.place)
+    run = wan.sample("a", 0, back)
+    with attach(wan.pipe, source, record=True) as attached:
+        video = wan.run("a", 0)
+    assert torch.equal(run.video, video)
+    both = [model.attention.counts().sparse for model in attached.models]
+    assert min(both) > 0
+    assert run.count("sparse") == sum(both) == (STEPS - 1) * 1  # one layer and the first step dense
+    assert run.density < 1
+    assert not torch.equal(run.video, wan.run("a", 0))
+
+
+def test_a_tau_profile_gives_every_layer_of_both_transformers_its_tau(wan: PipelineVideo):
+    made = read_text("0=2.0; 1=-1e6", wan.place)
+    records = wan.sample("a", 0, made).records
+    assert all(r.density < 1 for r in records if r.layer == 0)
+    assert all(r.density == 1 for r in records if r.layer == 1)
+    assert len(records) == 2 * STEPS
+
+
+def test_two_profiles_are_compared_in_latents_where_no_decoder_is(wan: PipelineVideo):
+    tight, loose = (read_text(f"0-1={tau}", wan.place, name=f"tau{tau}") for tau in (0.0, 2.0))
+    found = compare(wan, [tight, loose], ["a", "b"], [0, 1])
+    assert verdict(found).startswith("tau0.0 stays closer to dense than tau2.0, at higher density")
+    assert all(math.isnan(value) for value in found.values("tau2.0", "psnr"))
+    assert found.values("dense_control", "density") == [1.0] * 4
+    assert not found.pairs[0].runs["dense"].pixels
+
+
+def test_a_model_with_a_decoder_is_compared_in_pixels(wan: PipelineVideo):
+    from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    pipe = tiny_wan_pipeline(**SMALL)
+    pipe.register_modules(vae=vae.eval())
+    model = PipelineVideo(pipe, "tiny", SIZE, 2, guidance=1.0)
+    video = model.sample("a", 0, None).video
+    assert tuple(video.shape) == (9, 64, 64, 3)
+    assert 0 <= float(video.min()) <= float(video.max()) <= 1
+    assert "latents" not in model.title
+    made = read_text("0-1=1.0", model.place)
+    assert math.isfinite(compare(model, [made], ["a"], [0]).values("profile", "ssim")[0])
+
+
+def test_vsa_and_other_things_that_the_model_cannot_honour_are_refused(wan: PipelineVideo):
+    vsa = Profile("mine", "own", config(VideoSparseAttentionConfig()).attention_config)
+    with pytest.raises(ValueError, match='choose gate="zero"'):
+        understand(vsa, wan)
+    assert understand(vsa, replace(wan, gate="zero"))[0].does.endswith("no coarse branch")
+    beyond = Profile("mine", "own", config(SolAttnConfig(dense_layers=(2,))).attention_config)
+    with pytest.raises(ValueError, match="dense_layers has 2"):
+        understand(beyond, wan)
+
+
+def test_the_transformers_own_calibration_is_taken(saved: Path, tmp_path: Path):
+    folder = tmp_path / "calibrated"
+    pipe = open_pipeline(saved)
+    pipe.save_pretrained(folder)
+    for part in ("transformer", "transformer_2"):
+        path = folder / part / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | GROUP))
+    model = PipelineVideo(open_pipeline(folder), "tiny", LARGE, STEPS, guidance=1.0)
+    target = config(SkipSoftmaxConfig(target_sparsity=0.5), backend="TRTLLM")
+    text = export_config(target, "tensorrt_llm").text
+    made = read_text(text, model.place, calibration=model.calibration)
+    assert understand(made, model)[0].does.startswith("skip_softmax, factor 494.6")
+    assert model.sample("a", 0, made).count("sparse") == 2 * STEPS
+
+
+def test_transformers_calibrated_differently_are_refused():
+    pipe = tiny_wan_pipeline(**SMALL)
+    pipe.transformer.register_to_config(**GROUP)
+    with pytest.raises(ValueError, match="carry different SkipSoftmax calibrations"):
+        _ = PipelineVideo(pipe).calibration
+
+
+def test_transformers_of_different_depth_are_refused():
+    pipe = wan_pipeline(tiny_wan(layers=1), tiny_wan(layers=2))
+    with pytest.raises(ValueError, match="the two transformers have 1 and 2 layers"):
+        _ = PipelineVideo(pipe).module_names
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"size": (9, 0, 64)}, "height=0"),
+        ({"guidance": math.nan}, "guidance=nan"),
+    ],
+)
+def test_settings_are_refused_before_anything_runs(
+    wan: PipelineVideo, settings: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        PipelineVideo(wan.pipe, **settings)
+
+
+def test_an_observed_recording_is_a_capture_of_the_dense_run(wan: PipelineVideo, tmp_path: Path):
+    spec = wan.capture_spec([(0, 1), (1, 3)], title="mine", prompt="a")
+    with Recorder(tmp_path / "c.safetensors", spec) as recorder:
+        with attach(wan.pipe, None, observe=recorder.observe):
+            video = wan.run("a", 0)
+    assert torch.equal(video, wan.run("a", 0))
+    capture = open_capture(tmp_path / "c.safetensors")
+    assert capture.entries == [(0, 1), (1, 3)]
+    assert capture.time(1, 3) == pytest.approx(wan.seen.times[3])
+    assert capture.load(0, 1).q.shape == (1, 192, 2, 32)
+
+
+def test_a_capture_of_a_step_that_is_not_there_is_refused(wan: PipelineVideo):
+    with pytest.raises(ValueError, match="step=4"):
+        wan.capture_spec([(0, 4)])
+    with pytest.raises(ValueError, match="layer=2"):
+        wan.capture_spec([(2, 0)])
+
+
+# -- folders ------------------------------------------------------------------------------------
+
+
+def test_a_saved_pipeline_is_read_back_with_both_transformers(saved: Path):
+    pipe, same = open_pipeline(saved), tiny_wan_pipeline(**SMALL)
+    assert pipe.config.boundary_ratio == same.config.boundary_ratio
+    assert pipe.scheduler.config.flow_shift == same.scheduler.config.flow_shift
+    for part in ("transformer", "transformer_2"):
+        state, own = getattr(pipe, part).state_dict(), getattr(same, part).state_dict()
+        assert all(torch.equal(state[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize("place", ["transformer", "."])
+def test_a_transformer_alone_gets_a_pipeline_around_it(saved: Path, tmp_path: Path, place: str):
+    alone = tmp_path / "alone"
+    shutil.copytree(saved / "transformer", alone / place)
+    model = PipelineVideo(open_pipeline(alone), "alone", SIZE, 2, guidance=1.0)
+    assert "transformer of 2 layers" in model.title
+    assert "random text embeddings" in model.title
+    assert torch.isfinite(model.run("a", 0)).all()
+
+
+def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*no such folder"):
+        open_pipeline(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"neither model_index\.json nor config\.json"):
+        open_pipeline(tmp_path)
+    (tmp_path / "config.json").write_text('{"_class_name": "MochiTransformer3DModel"}')
+    with pytest.raises(ValueError, match="MochiTransformer3DModel alone cannot sample here"):
+        open_pipeline(tmp_path)
+    (tmp_path / "model_index.json").write_text("{")
+    with pytest.raises(ValueError, match=r"model_index\.json: not JSON"):
+        open_pipeline(tmp_path)
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> object:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(package, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match="pip install diffusers transformers accelerate"):
+        tiny_wan_pipeline()
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(cli.app, ["apply", *map(str, arguments)])
+
+
+def test_the_command_changes_one_path_to_run_a_checkpoint(saved: Path, tmp_path: Path):
+    (tmp_path / "tight.txt").write_text("0-1=0.0")
+    (tmp_path / "loose.txt").write_text("0-1=2.0")
+    out = tmp_path / "run"
+    done = invoke(tmp_path / "tight.txt", tmp_path / "loose.txt", "--model", saved,
+                  "--prompt", "a red ball", "--size", "13,96,128", "--steps", 2, "--guidance", 1,
+                  "--out", out)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "tiny-wan: WanPipeline, transformer and transformer_2 of 2 layers" in done.stdout
+    assert "Distances are of latents" in done.stdout
+    assert "tight stays closer to dense than loose" in done.stdout
+    record = json.loads((out / "provenance.json").read_text())
+    assert "transformer_2/config.json" in record["inputs"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--grid", "1,1,1", "--prompt", "a"), "--grid 1,1,1: is for the small model alone"),
+        ((), "--prompt is missing"),
+        (("--size", "1,2", "--prompt", "a"), "--size 1,2: expected three sizes"),
+    ],
+)
+def test_options_of_the_other_model_are_refused(
+    saved: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+):
+    (tmp_path / "mine.txt").write_text("0-1=0.0")
+    done = invoke(tmp_path / "mine.txt", "--model", saved, *arguments)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_size_is_for_a_pipeline_alone(tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("0-1=0.0")
+    done = invoke(tmp_path / "mine.txt", "--size", "1,2,3")
+    assert "is for a --model FOLDER alone" in str(done.exception)
