@@ -17,7 +17,7 @@ import nbformat
 import numpy as np
 import pytest
 
-from blockattn import BlockRoute
+from blockattn import BlockRoute, sol_scores
 from tests.browser import (
     SECONDS,
     jupyterlab,
@@ -29,6 +29,7 @@ from tests.browser import (
 )
 from tests.viewer_inputs import LARGE, SMALL, field_mask, field_scores, skip_map
 from workbench import decisions
+from workbench.capture import open_capture
 from workbench.masks import Mask, coded, ladder
 
 pytestmark = needs_browser
@@ -45,7 +46,10 @@ RouteViewer(field_masks(sink_blocks=3, broken=(5,)))
 SECOND = "book = field_masks(LARGE, 40, entries=((0, 0),)); book.load(0, 0).passing.nbytes"
 THIRD = "RouteViewer(book)"
 FOURTH = "from tests.viewer_inputs import skip_map; RouteViewer(skip_map())"
-CELLS = (FIRST, SECOND, THIRD, FOURTH)
+FIFTH = """from workbench.capture import open_capture
+from workbench.masks import capture_masks
+RouteViewer(capture_masks(open_capture()))"""
+CELLS = (FIRST, SECOND, THIRD, FOURTH, FIFTH)
 TWO_FRAMES = "() => new Promise(end => requestAnimationFrame(() => requestAnimationFrame(end)))"
 DRAWN = "() => [...document.querySelectorAll('.rv')].every(el => el.routeViewer.times.length)"
 END_KERNELS = """async () => {
@@ -131,7 +135,7 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
         save_widgets(folder / "settings")
         page.set_default_timeout(60 * SECONDS)
         open_notebook(page, address, NOTEBOOK)
-        run_all_cells(page, ".rv >> nth=2 >> canvas.rv-map")
+        run_all_cells(page, ".rv >> nth=3 >> canvas.rv-map")
         page.wait_for_function(DRAWN)
         yield Lab(page, address, root / NOTEBOOK)
 
@@ -419,10 +423,35 @@ def test_frames_show_query_and_keys_also_where_their_blocks_differ_in_size(lab: 
     assert f"lies in frame {', '.join(map(str, home))}." in text
 
 
+def test_the_index_follows_tau_in_every_call(lab: Lab):
+    viewer, capture = lab.viewer(3), open_capture()
+    viewer.root.get_by_label("Across").select_option("step")
+    viewer.set_tau(1.5)
+    assert "density at tau 1.50, 8 of 8 known" in viewer.read("v.index.text.textContent")
+    for layer, step in capture.entries:
+        call = capture.load(layer, step)
+        wanted = sol_scores(call.q, call.k).density([1.5])[0, :, 0].tolist()
+        shown = viewer.read(f"[0, 1].map(head => v.index.value([{layer}, {step}, head]))")
+        assert shown == pytest.approx(wanted, abs=1e-5)
+    keep_picture(viewer.root, "viewer_capture")
+
+
+def test_without_curves_the_index_follows_tau_in_the_shown_call(lab: Lab):
+    viewer = lab.viewer(0)
+    made = viewer.read("v.index.value([0, 0, 0])")
+    viewer.set_tau(2.0)
+    text = viewer.read("v.index.text.textContent")
+    assert text.startswith("density of the shown call at tau 2.00, of the others as made")
+    assert viewer.read("v.index.value([0, 0, 0])") == viewer.read("Math.fround(v.total.density)")
+    assert viewer.read("v.index.value([0, 0, 0])") < made
+    viewer.set_tau(1.0)
+    assert viewer.read("v.index.value([0, 0, 0])") == pytest.approx(made)
+
+
 # -- without a kernel: last, because it ends the kernel --------------------------------------------
 
 
-def test_a_saved_notebook_keeps_picture_and_tau_without_a_kernel(lab: Lab):
+def test_a_saved_notebook_keeps_picture_and_tau_without_its_kernel(lab: Lab):
     viewer = lab.viewer(0)
     viewer.set_tau(0.5)
     lab.page.wait_for_timeout(1 * SECONDS)  # the kernel hears of it once the slider rests
@@ -441,6 +470,28 @@ def test_a_saved_notebook_keeps_picture_and_tau_without_a_kernel(lab: Lab):
     viewer.settle()
     assert viewer.summary() == other
     keep_picture(viewer.root, "viewer_saved")
+
+
+def test_where_no_kernel_is_chosen_jupyterlab_shows_the_picture(lab: Lab):
+    """Its widget manager restores nothing without one; other pages do (test_browser_saved.py)."""
+    lab.page.evaluate(END_KERNELS)
+    open_without_kernel(lab)
+    picture = lab.page.locator(".jp-OutputArea-output img").first
+    picture.wait_for()
+    assert picture.evaluate("image => image.naturalWidth") > 500
+    assert lab.page.locator(".rv").count() == 0
+
+
+def open_without_kernel(lab: Lab) -> None:
+    """As somebody who was sent the file: its kernel does not exist here, and none is chosen."""
+    lab.page.goto("about:blank")  # or the open notebook would be saved once more
+    book = json.loads(lab.notebook.read_text())
+    book["metadata"]["kernelspec"] = {"name": "gone", "display_name": "gone", "language": "gone"}
+    book["metadata"].pop("language_info", None)  # by which another kernel would be found
+    lab.notebook.write_text(json.dumps(book))
+    lab.page.goto(f"{lab.address}/lab/tree/{NOTEBOOK}?reset")
+    dialog = lab.page.locator(".jp-Dialog:has-text('Select Kernel')")
+    dialog.locator("button", has_text="No Kernel").click()
 
 
 def save_notebook(lab: Lab) -> None:

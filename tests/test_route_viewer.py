@@ -239,6 +239,12 @@ def received(viewer: RouteViewer, name: str) -> bytes:
     return b"".join(part[4:] for part in parts)
 
 
+def index_of(viewer: RouteViewer, name: str) -> bytes:
+    """Parts of a table of the index, put together."""
+    parts = [getattr(viewer, f"{name}_{n}") for n in range(viewer.facts["parts"][name])]
+    return b"".join(part[4:] for part in parts)
+
+
 def test_small_masks_bring_every_head_so_that_another_head_needs_no_kernel(sizes):
     viewer = RouteViewer(field_masks())
     assert viewer.shown["heads"] == [0, 2]
@@ -251,12 +257,63 @@ def test_small_masks_bring_every_head_so_that_another_head_needs_no_kernel(sizes
     assert sizes[0] < 1000
 
 
+def test_the_index_of_very_many_calls_travels_in_parts(sizes):
+    tiny = Mask(BlockRoute.full((1, 64), seqlens=(540, 540)))
+    entries = [(layer, step) for layer in range(100) for step in range(60)]
+    half = {entry: torch.full((64,), 0.5) for entry in entries[:-1]}
+    masks = dict.fromkeys(entries, tiny)
+    viewer = RouteViewer(MaskSet(GRID, masks, "", errors=half, densities=half))
+    assert max(sizes) < LIMIT
+    for name in ("densities", "errors"):
+        assert viewer.facts["parts"][name] == 2
+        table = np.frombuffer(index_of(viewer, name), np.float32).reshape(100, 60, 64)
+        assert (table[:-1] == 0.5).all()
+    sizes.clear()
+    viewer.layer, viewer.step = 99, 59
+    assert np.frombuffer(index_of(viewer, "densities"), np.float32)[-1] == 1
+    assert sum(sizes) < 1.1 * LIMIT  # of two parts only the one that changed
+
+
+def test_the_browser_knows_which_calls_there_are():
+    viewer = RouteViewer(field_masks())
+    bits = np.unpackbits(np.frombuffer(viewer.recorded, np.uint8), bitorder="little")
+    assert (viewer.facts["layers"], viewer.facts["steps"]) == ([0, 2, 5], [0, 8])
+    assert bits[:6].reshape(3, 2).tolist() == [[1, 1], [1, 1], [0, 1]]
+
+
+def test_the_index_follows_tau_where_the_masks_come_with_curves():
+    book = capture_masks(CAPTURE, 0.8)
+    viewer = RouteViewer(book)
+    stops = np.frombuffer(viewer.curve_stops)
+    table = np.frombuffer(index_of(viewer, "curves"), np.uint16).reshape(2, 2, 4, len(stops))
+    for layer, step in CAPTURE.entries:
+        x = load(layer, step)
+        wanted = sol_scores(x.q, x.k).density(stops.tolist())[0].numpy()
+        np.testing.assert_allclose(table[book.place((layer, step))] / 65_535, wanted, atol=1e-5)
+        assert torch.equal(book.curves[layer, step], torch.from_numpy(wanted))
+    viewer.tau = 2.0
+    shown = viewer.figure().axes[1].images[0].get_array()
+    x = load(4, 9)
+    assert shown[1, 1] == pytest.approx(float(sol_scores(x.q, x.k).density([2.0])[0, 0, 0]))
+
+
+def test_curves_that_would_be_too_much_stay_at_home():
+    book = capture_masks(CAPTURE)
+    many = {(layer, step): book.masks[1, 3] for layer in range(30) for step in range(80)}
+    curves = dict.fromkeys(many, book.curves[1, 3])
+    large = dataclasses.replace(book, masks=many, curves=curves, densities={})
+    assert not payload.sends_curves(large, large.load(0, 0))
+    assert payload.sends_curves(book, book.load(1, 3))
+    with pytest.raises(ValueError, match="curves: of 2400 calls, but there are 2 masks"):
+        dataclasses.replace(book, curves=curves)
+
+
 def test_another_layer_loads_its_mask_and_enters_it_in_the_index():
     viewer = RouteViewer(field_masks())
     viewer.layer, viewer.step = 2, 8
     assert viewer.shown["layer"] == 2
     assert viewer.shown["step"] == 8
-    table = np.frombuffer(viewer.densities, np.float32).reshape(3, 2, 2)
+    table = np.frombuffer(index_of(viewer, "densities"), np.float32).reshape(3, 2, 2)
     assert np.isfinite(table).all(axis=2).tolist() == [[True, False], [True, True], [False, False]]
     known = field_mask(SMALL, 2, 208, 1.0).density()
     assert table[1, 1].tolist() == pytest.approx(known.tolist())
@@ -388,11 +445,12 @@ def test_the_index_takes_no_error_back_and_text_follows_a_choice_at_once():
     asyncio.run(choose())
 
 
-def test_a_widget_that_has_no_picture_still_appears_with_its_error():
-    viewer = RouteViewer(field_masks(broken=(5,)))
-    with pytest.raises(OSError, match="layer 5 is gone"):
-        viewer.layer = 5
-    viewer.window = []
+def test_a_widget_that_has_no_picture_still_appears_with_its_error(monkeypatch):
+    def broken(*_: object) -> None:
+        raise ValueError("no picture")
+
+    viewer = RouteViewer(field_masks())
+    monkeypatch.setattr(RouteViewer, "figure", broken)
     bundle = viewer._repr_mimebundle_()
     data = bundle[0] if isinstance(bundle, tuple) else bundle
     assert "application/vnd.jupyter.widget-view+json" in data
@@ -404,6 +462,57 @@ def test_an_error_of_the_browser_reaches_the_log(caplog):
     with caplog.at_level(logging.ERROR):
         viewer.browser_problem = "window=[1]: expected [top, bottom, left, right]"
     assert "RouteViewer failed in the browser: window=[1]" in caplog.text
+
+
+def not_finite(layer: int, step: int) -> QKV:
+    call = load(layer, step)
+    if layer == 4:
+        call.q[0, 70, 2] = torch.nan
+    return call
+
+
+def test_scores_that_are_nan_are_said_with_their_call_and_heads(caplog):
+    capture = SimpleNamespace(**{**vars(CAPTURE), "load": not_finite})
+    with pytest.raises(ValueError, match="layer 4, step 9: dense: the reference is not finite"):
+        capture_masks(capture, errors=True)
+    book = capture_masks(capture)
+    assert RouteViewer(book).problem == ""
+    with caplog.at_level(logging.WARNING):
+        viewer = RouteViewer(book, layer=4)
+    assert viewer.problem == (
+        "layer 4, step 9: 9 of 324 scores are NaN (heads 2), because q or k holds NaN or infinity; "
+        "such a pair passes no threshold."
+    )
+    assert "9 of 324 scores are NaN" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("trait", "value", "message"),
+    [
+        ("query_block", 128, "query_block=128: must be at least 0 and at most 127"),
+        ("key_block", -1, "key_block=-1: must be at least 0 and at most 127"),
+        ("window", [0, 200, 0, 12], "window=.* 0 <= top < bottom <= 128"),
+        ("window", [], "window=.*: expected"),
+    ],
+)
+def test_places_outside_the_mask_are_refused(trait, value, message):
+    viewer = RouteViewer(field_masks())
+    before = getattr(viewer, trait)
+    with pytest.raises(ValueError, match=message):
+        setattr(viewer, trait, value)
+    assert getattr(viewer, trait) == before
+
+
+def test_a_video_without_a_frame_is_named():
+    book = dataclasses.replace(field_masks(), video=torch.zeros(0, 36, 64, 3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"video: shape \(0, 36, 64, 3\), expected .* give None"):
+        RouteViewer(book)
+
+
+def test_figures_of_another_number_of_heads_are_refused_by_name():
+    book = dataclasses.replace(field_masks(), errors={(0, 0): torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"layer=0, step=0: 3 heads, but the first mask has 2"):
+        RouteViewer(book)
 
 
 def test_heads_calls_and_masks_that_do_not_fit_are_refused():

@@ -8,9 +8,11 @@ decision at every stop of the tau slider is exact and only a tau between two sto
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from tqdm.auto import tqdm
 
 from blockattn import BLOCK, BlockRoute, BlockScores, TokenGrid, checks, sol_scores
 from blockattn.sol import BAND
-from workbench.capture import Capture
+from workbench.capture import QKV, Capture
 from workbench.decisions import Decision
 from workbench.probe import probe_sol
 
@@ -68,6 +70,7 @@ class Mask:
         sink: key blocks that are always exact, half open; (Nk, Nk) for none.
         tau: what the scores were compared with; None for a mask that no score made.
         rest: what became of the other pairs: approximate, or skipped.
+        unscored: pairs of each head whose score is NaN, which passes no threshold; empty for none.
     """
 
     passing: BlockRoute
@@ -75,6 +78,7 @@ class Mask:
     sink: Span | None = None
     tau: float | None = None
     rest: str = "approximate"
+    unscored: tuple[int, ...] = ()
 
     @classmethod
     def of_route(cls, route: BlockRoute, *, batch: int = 0, rest: str = "approximate") -> Mask:
@@ -88,7 +92,10 @@ class Mask:
         """Sol-Attn at ``tau``, of the first sequence of a batch."""
         passing = scores.passing(tau)
         words = passing.words[:1].cpu()
-        return cls(BlockRoute(words, passing.block, passing.seqlens), BAND, scores.sink, float(tau))
+        route = BlockRoute(words, passing.block, passing.seqlens)
+        nan = scores.z[0].isnan().sum(dim=(1, 2)).tolist()
+        unscored = tuple(nan) if any(nan) else ()
+        return cls(route, BAND, scores.sink, float(tau), unscored=unscored)
 
     @property
     def heads(self) -> int:
@@ -177,6 +184,24 @@ def coded(z: Tensor, stops: tuple[float, ...]) -> Tensor:
     return codes.masked_fill_(z.isnan(), 0).to(torch.uint8)
 
 
+def stop_densities(scores: BlockScores, stops: tuple[float, ...]) -> Tensor:
+    """Density of every head at every stop, float64 ``[H, len(stops)]``: counted codes, no sort.
+
+    Args:
+        scores: of which the first sequence of a batch counts.
+        stops: as for :func:`coded`.
+    """
+    always = scores.always.dense()[0].expand(scores.z.shape[1:])
+    rows = []
+    for z, forced in zip(scores.z[0], always):
+        codes, levels = coded(z, stops), len(stops) + 1
+        free = torch.bincount(codes.flatten(), minlength=levels)
+        free -= torch.bincount(codes[forced], minlength=levels)
+        above = free.flip(0).cumsum(0).flip(0)[1:]
+        rows.append((above + forced.sum()).double() / max(1, forced.numel()))
+    return torch.stack(rows).cpu()
+
+
 @dataclass(frozen=True)
 class MaskSet:
     """Masks of many attention calls of one grid, with what is known about each.
@@ -188,6 +213,9 @@ class MaskSet:
         scores: gives the scores of some heads, or None when there are none.
         errors: (layer, step) -> relative L2 error of every head against dense, where measured.
         densities: the same for densities, float64 ``[H]``; only what is given is in the index.
+        curves: the same for densities at every stop, float64 ``[H, len(stops)]``, so that the index
+            follows tau; of every call or of none.
+        stops: taus of the curves.
         video: uint8 ``[frames, height, width, 3]`` or None.
     """
 
@@ -197,11 +225,18 @@ class MaskSet:
     scores: ScoresOf | None = None
     errors: Mapping[Entry, Tensor] = field(default_factory=dict)
     densities: Mapping[Entry, Tensor] = field(default_factory=dict)
+    curves: Mapping[Entry, Tensor] = field(default_factory=dict)
+    stops: tuple[float, ...] = ()
     video: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not len(self.masks):
             raise ValueError("masks: it holds no (layer, step); give at least one mask")
+        if self.curves and set(self.curves) != set(self.masks):
+            raise ValueError(
+                f"curves: of {len(self.curves)} calls, but there are {len(self.masks)} masks; give "
+                "one for each call, or none"
+            )
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -238,9 +273,29 @@ class MaskSet:
     def table(self, values: Mapping[Entry, Tensor], heads: int) -> NDArray[np.float32]:
         """Figures of every head as ``[layers, steps, heads]``; NaN where there is none."""
         cells = np.full((len(self.layers), len(self.steps), heads), np.nan, np.float32)
-        for (layer, step), figures in values.items():
-            cells[self.layers.index(layer), self.steps.index(step)] = figures.cpu().numpy()
+        for entry, figures in values.items():
+            if len(figures) != heads:
+                raise ValueError(
+                    f"layer={entry[0]}, step={entry[1]}: {len(figures)} heads, but the first mask "
+                    f"has {heads}; view layers of different head counts apart"
+                )
+            cells[self.place(entry)] = figures.cpu().numpy()
         return cells
+
+    def place(self, entry: Entry) -> tuple[int, int]:
+        """Row and column of a call in a table."""
+        rows, columns = self._places
+        return rows[entry[0]], columns[entry[1]]
+
+    @cached_property
+    def _places(self) -> tuple[dict[int, int], dict[int, int]]:
+        rows = {layer: row for row, layer in enumerate(self.layers)}
+        return rows, {step: column for column, step in enumerate(self.steps)}
+
+    def densities_at(self, tau: float) -> dict[Entry, Tensor]:
+        """Density of every head of every call at the first stop from tau on; needs curves."""
+        stop = min(bisect.bisect_left(self.stops, tau), len(self.stops) - 1)
+        return {entry: curve[:, stop] for entry, curve in self.curves.items()}
 
 
 def capture_masks(
@@ -266,17 +321,28 @@ def capture_masks(
         shared = [head * call.k.shape[2] // call.q.shape[2] for head in heads]
         return sol_scores(call.q[:1, :, list(heads)], call.k[:1, :, shared], **settings)
 
-    masks, densities, measured = {}, {}, {}
+    masks, densities, curves, measured = {}, {}, {}, {}
+    stops = ladder(tau)
     for layer, step in tqdm(capture.entries, desc="masks", unit="call", disable=None):
         call = capture.load(layer, step)
-        q, k, v = call.q[:1], call.k[:1], call.v[:1]
-        mask = Mask.of_scores(sol_scores(q, k, **settings), tau)
+        found = sol_scores(call.q[:1], call.k[:1], **settings)
+        mask = Mask.of_scores(found, tau)
         masks[layer, step], densities[layer, step] = mask, mask.density()
+        curves[layer, step] = stop_densities(found, stops)
         if errors:
-            error = probe_sol(q, k, v, tau, **settings).error
-            measured[layer, step] = error.relative_l2[0]
+            measured[layer, step] = _error(call, tau, settings)
     title = f"{capture.title}, Sol-Attn, {thresh_type} threshold"
-    return MaskSet(capture.grid, masks, title, scores, measured, densities, capture.video)
+    index = {"errors": measured, "densities": densities, "curves": curves, "stops": stops}
+    return MaskSet(capture.grid, masks, title, scores, **index, video=capture.video)
+
+
+def _error(call: QKV, tau: float, settings: Mapping[str, Any]) -> Tensor:
+    """Relative L2 error of every head of a call against dense."""
+    q, k, v = call.q[:1], call.k[:1], call.v[:1]
+    try:
+        return probe_sol(q, k, v, tau, **settings).error.relative_l2[0]
+    except ValueError as error:
+        raise ValueError(f"layer {call.layer}, step {call.step}: {error}") from error
 
 
 def block_boxes(grid: TokenGrid, block: int = BLOCK) -> NDArray[np.int16]:

@@ -76,7 +76,7 @@ def draw_frames(
         raise ValueError(
             f"selected {keys.shape} and own {query.shape}: both must be [T, H, W] of one grid"
         )
-    pixels = None if video is None else _checked_video(video)
+    pixels = None if video is None else checked_video(video)
     ax, (width, height) = _inch_axes(figure)
     frames = shown_frames(query, MAX_FRAMES)
     place = _place(keys.shape, len(frames), width, height)
@@ -145,10 +145,18 @@ def _inch_axes(figure: Figure) -> tuple[Axes, tuple[float, float]]:
     return ax, (width, height)
 
 
-def _checked_video(video: ArrayLike | Tensor) -> NDArray[Any]:
+def checked_video(video: ArrayLike | Tensor) -> NDArray[Any]:
+    """Frames ``[frames, height, width, 3]`` as an array.
+
+    Raises:
+        ValueError: another shape, or no frame or pixel in it.
+    """
     frames = array(video)
-    if frames.ndim != 4 or frames.shape[3] != 3:
-        raise ValueError(f"video: shape {frames.shape}, expected [frames, height, width, 3]")
+    if frames.ndim != 4 or frames.shape[3] != 3 or not frames.size:
+        raise ValueError(
+            f"video: shape {frames.shape}, expected [frames, height, width, 3] with a frame and a "
+            "pixel at least; without a video give None"
+        )
     return frames
 
 

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib import colormaps
-from torch import Tensor
 
 from blockattn import BlockScores
 from workbench import decisions, masks, views
 from workbench.decisions import Decision
 from workbench.masks import Mask, MaskSet
-from workbench.views.frames import grey_frames
+from workbench.views.frames import checked_video, grey_frames
 from workbench.views.style import ACCENT, QUERY, Look
 
 PART = 900_000  # bytes of one update, below the limit of 1 MB
 GROUND = 250_000  # bytes of all grey frames together
+CURVES = 4_000_000  # bytes of all curves together; beyond, the index shows masks as made
 STAMP = 4  # bytes in front of a part
 
 
@@ -77,24 +77,55 @@ def facts(book: MaskSet, mask: Mask) -> dict[str, Any]:
         "blocks": list(mask.grid),
         "block": list(mask.passing.block),
         "heads": mask.heads,
-        "entries": [list(entry) for entry in book.entries],
+        "layers": book.layers,
+        "steps": book.steps,
         "size": masks.PIXELS,
         "frames": decisions.frame_edges(book.grid, mask.passing.block[0]),
         "looks": [_look(look) for look in views.looks(mask.rest).values()],
         "rest": mask.rest,
         "scored": book.scores is not None,
+        "curved": sends_curves(book, mask),
         "colors": {"query": QUERY, "accent": ACCENT},
     }
 
 
+def recorded(book: MaskSet) -> bytes:
+    """Which (layer, step) there is, a bit each in the order of the index, lowest bit first."""
+    there = np.zeros((len(book.layers), len(book.steps)), bool)
+    for entry in book.entries:
+        there[book.place(entry)] = True
+    return np.packbits(there, bitorder="little").tobytes()
+
+
+def cells(book: MaskSet, mask: Mask) -> int:
+    """Figures of a whole index: layers x steps x heads."""
+    return len(book.layers) * len(book.steps) * mask.heads
+
+
+def sends_curves(book: MaskSet, mask: Mask) -> bool:
+    """Whether the browser gets the curves, with which the whole index follows tau."""
+    return bool(book.curves) and 2 * cells(book, mask) * len(book.stops) <= CURVES
+
+
+def curves(book: MaskSet, mask: Mask) -> bytes:
+    """Density at every stop, uint16 ``[layers, steps, heads, stops]`` in steps of 1 / 65,535."""
+    shape = (len(book.layers), len(book.steps), mask.heads, len(book.stops))
+    table = np.zeros(shape, np.uint16)
+    for entry, curve in book.curves.items():
+        table[book.place(entry)] = (curve.numpy() * 65_535).round()
+    return table.tobytes()
+
+
 def geometry(book: MaskSet, mask: Mask) -> dict[str, bytes]:
-    """Constant arrays: boxes of the blocks, the colour map."""
+    """Constant arrays: which calls there are, boxes of the blocks, the colour map."""
     query, key = mask.passing.block
     cividis = (colormaps["cividis"](np.arange(256))[:, :3] * 255).round().astype(np.uint8)
     return {
         "query_boxes": masks.block_boxes(book.grid, query).tobytes(),
         "key_boxes": masks.block_boxes(book.grid, key).tobytes(),
         "cividis": cividis.tobytes(),
+        "recorded": recorded(book),
+        "curve_stops": doubles(book.stops),
     }
 
 
@@ -106,7 +137,7 @@ def ground(book: MaskSet) -> np.ndarray:
     shape = book.grid.shape
     if book.video is None:
         return np.full((shape[0], 1, 1), 128, np.uint8)
-    video = book.video.numpy()
+    video = checked_video(book.video)
     step = 1
     while -(-video.shape[1] // step) * -(-video.shape[2] // step) * shape[0] > GROUND:
         step += 1
@@ -118,13 +149,20 @@ def _look(look: Look) -> dict[str, str]:
     return {"name": look.name, "face": look.face, "edge": look.edge, "hatch": look.hatch or ""}
 
 
-def density_table(book: MaskSet, known: dict[masks.Entry, Tensor], heads: int) -> bytes:
-    """Densities of every known mask, float32 ``[layers, steps, heads]``, NaN elsewhere."""
-    return book.table({**book.densities, **known}, heads).tobytes()
-
-
 def describe(mask: Mask, head: int) -> str:
     """The line under a map, of the mask as it was made."""
     text = decisions.describe(mask.classes(head))
     name = Decision.APPROXIMATE.name.lower()
     return text if mask.rest == name else text.replace(name, mask.rest)
+
+
+def doubt(mask: Mask, entry: masks.Entry) -> str:
+    """What is wrong with the numbers of a call; empty when every pair has a score."""
+    if not mask.unscored:
+        return ""
+    pairs = mask.grid[0] * mask.grid[1] * mask.heads
+    heads = ", ".join(str(head) for head, count in enumerate(mask.unscored) if count)
+    return (
+        f"layer {entry[0]}, step {entry[1]}: {sum(mask.unscored):,} of {pairs:,} scores are NaN "
+        f"(heads {heads}), because q or k holds NaN or infinity; such a pair passes no threshold."
+    )

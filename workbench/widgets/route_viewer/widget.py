@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import anywidget
-import torch
+import numpy as np
 import traitlets
 from matplotlib.figure import Figure
 
-from blockattn import BlockScores
-from workbench import views
+from blockattn import BlockScores, checks
 from workbench.masks import Entry, Mask, MaskSet, ladder, token_blocks
 from workbench.widgets.debounce import Debouncer
 from workbench.widgets.route_viewer import figure, payload
@@ -25,9 +24,12 @@ logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 # Parts of one ES module, in this order; only the last one exports.
-SCRIPTS = ("bits", "layout", "map", "curve", "index", "frames", "texts", "controls", "viewer")
+SCRIPTS = (
+    *("bits", "layout", "map", "curve", "index", "frames", "texts", "controls"),
+    *("held", "moving", "viewer"),
+)
 LOAD_WAIT = 0.04  # seconds of quiet before another mask is loaded
-PARTED = ("bits", "codes", "token_blocks")
+PARTED = ("bits", "codes", "token_blocks", "densities", "errors", "curves")
 
 
 def script() -> str:
@@ -37,6 +39,11 @@ def script() -> str:
 
 def _synced(kind: type[traitlets.TraitType], default: Any) -> Any:
     return kind(default).tag(sync=True)
+
+
+def _fits(span: list[int], size: int) -> bool:
+    low, high = span
+    return 0 <= low < high <= size
 
 
 class RouteViewer(anywidget.AnyWidget):
@@ -58,7 +65,8 @@ class RouteViewer(anywidget.AnyWidget):
         want_scores: whether scores are sent although a head's take several updates.
         shown: what the browser holds: layer, step, heads, tau of the bits.
         report: what the browser shows: density, counts, pooling factor, times in ms.
-        problem: text of the open error, empty when all is well.
+        problem: text of the open error, or what is wrong with the numbers of the shown call (NaN);
+            empty when all is well.
     """
 
     _esm = script()
@@ -83,8 +91,8 @@ class RouteViewer(anywidget.AnyWidget):
     key_boxes = _synced(traitlets.Bytes, b"")
     cividis = _synced(traitlets.Bytes, b"")
     ground = _synced(traitlets.Bytes, b"")
-    densities = _synced(traitlets.Bytes, b"")
-    errors = _synced(traitlets.Bytes, b"")
+    recorded = _synced(traitlets.Bytes, b"")
+    curve_stops = _synced(traitlets.Bytes, b"")
 
     def __init__(
         self, book: MaskSet, *, layer: int | None = None, step: int | None = None, head: int = 0
@@ -92,7 +100,7 @@ class RouteViewer(anywidget.AnyWidget):
         started = time.time()
         self.book = book
         self._serial = 0
-        self._known: dict[Entry, torch.Tensor] = {}
+        self._table: np.ndarray | None = None
         place = self._first(layer, step)
         self.mask = book.load(*place)
         grid, ground = self.mask.grid, payload.ground(book)
@@ -103,7 +111,6 @@ class RouteViewer(anywidget.AnyWidget):
         super().__init__(
             facts=payload.facts(book, self.mask) | constants,
             **payload.geometry(book, self.mask),
-            errors=book.table(book.errors, self.mask.heads).tobytes(),
             layer=place[0],
             step=place[1],
             head=head,
@@ -118,6 +125,9 @@ class RouteViewer(anywidget.AnyWidget):
         self.ground = ground.tobytes()
         units = token_blocks(book.grid, math.gcd(*self.mask.passing.block))
         self._hand_over("token_blocks", units.tobytes())
+        self._hand_over("errors", book.table(book.errors, self.mask.heads).tobytes())
+        if self.facts["curved"]:
+            self._hand_over("curves", payload.curves(book, self.mask))
         self.observe(lambda _: self._later(), names=["layer", "step", "head", "want_scores"])
         self.observe(self._log_browser, names="browser_problem")
 
@@ -140,9 +150,9 @@ class RouteViewer(anywidget.AnyWidget):
         mask, head = self.current()
         top, bottom, left, right = self.window
         window = mask.window(head, (top, bottom), (left, right))
-        known = {**self.book.densities, **self._known}
-        density = self.book.table(known, self.mask.heads)[:, :, self.head]
-        return figure.draw(self.book, mask, window, density, self._title(mask), self.query_block)
+        return figure.draw(
+            self.book, mask, window, self._index_of_head(), self._title(mask), self.query_block
+        )
 
     def summary(self) -> str:
         """The line under the map: density, what made pairs exact, extreme rows."""
@@ -154,10 +164,18 @@ class RouteViewer(anywidget.AnyWidget):
         data = bundle[0] if isinstance(bundle, tuple) else bundle
         if data is not None:
             try:
-                data["image/png"] = base64.b64encode(views.to_png(self.figure())).decode()
+                png = figure.quick_png(self.figure())
+                data["image/png"] = base64.b64encode(png).decode()
             except (ValueError, TypeError, LookupError, OSError):  # the widget shows what is wrong
                 logger.exception("RouteViewer has no picture for readers without a kernel")
         return bundle
+
+    def _index_of_head(self) -> np.ndarray:
+        """Density of the head in every call: at the chosen tau where there are curves."""
+        if self.book.curves:
+            at_tau = self.book.densities_at(self.tau)
+            return self.book.table(at_tau, self.mask.heads)[:, :, self.head]
+        return self._densities()[:, :, self.head]
 
     def _title(self, mask: Mask) -> str:
         tau = "" if mask.tau is None else f" · tau {mask.tau:.2f}"
@@ -177,10 +195,14 @@ class RouteViewer(anywidget.AnyWidget):
     def _part_counts(self) -> dict[str, int]:
         _, count = payload.heads_sent(self.mask, 0)
         pairs = self.mask.grid[0] * self.mask.grid[1]
+        curved = payload.sends_curves(self.book, self.mask)
         sizes = (
             count * self.mask.passing.nbytes // self.mask.heads,
             count * pairs if self.book.scores is not None else 0,
             self.book.grid.video_tokens * 2,
+            4 * payload.cells(self.book, self.mask),
+            4 * payload.cells(self.book, self.mask),
+            2 * payload.cells(self.book, self.mask) * len(self.book.stops) if curved else 0,
         )
         return {name: payload.part_count(size) for name, size in zip(PARTED, sizes)}
 
@@ -211,7 +233,7 @@ class RouteViewer(anywidget.AnyWidget):
         scores = self._scores(heads) if small else None
         self.mask = mask
         self._serial += 1
-        self._hand_over("bits", payload.bits(mask, first, count))
+        self._hand_over("bits", payload.bits(mask, first, count), self._serial)
         self.stops = payload.doubles(ladder(mask.tau))
         if scores is not None:  # they come with the bits, else after the first picture
             self._send_scores(scores)
@@ -236,7 +258,8 @@ class RouteViewer(anywidget.AnyWidget):
 
     def _send_scores(self, scores: BlockScores) -> None:
         self.rows = payload.row_statistics(scores)
-        self._hand_over("codes", payload.codes(scores, ladder(self.mask.tau)))
+        codes = payload.codes(scores, ladder(self.mask.tau))
+        self._hand_over("codes", codes, self._serial)
 
     def _scores(self, heads: range) -> BlockScores:
         if self.book.scores is None:
@@ -245,15 +268,42 @@ class RouteViewer(anywidget.AnyWidget):
 
     def _fill_index(self) -> None:
         """A mask that was loaded has a place in the index."""
-        entry = (self.shown["layer"], self.shown["step"])
-        if entry not in self.book.densities and entry not in self._known:
-            self._known[entry] = self.mask.density()
-        self.densities = payload.density_table(self.book, self._known, self.mask.heads)
+        place = self.book.place((self.shown["layer"], self.shown["step"]))
+        fresh, table = self._table is None, self._densities()
+        if np.isnan(table[place]).all():
+            table[place], fresh = self.mask.density().numpy(), True
+        if fresh:
+            self._hand_over("densities", table.tobytes())
 
-    def _hand_over(self, name: str, data: bytes) -> None:
-        """One update for each part, so that none is larger than 1 MB."""
-        for n, part in enumerate(payload.parts(self._serial, data)):
+    def _densities(self) -> np.ndarray:
+        """Densities of every known mask as made, float32 ``[layers, steps, heads]``; else NaN."""
+        if self._table is None:
+            self._table = self.book.table(self.book.densities, self.mask.heads)
+        return self._table
+
+    def _hand_over(self, name: str, data: bytes, serial: int = 0) -> None:
+        """One update for each part that changed, so that none is larger than 1 MB."""
+        for n, part in enumerate(payload.parts(serial, data)):
             self.set_trait(f"{name}_{n}", part)
+
+    @traitlets.validate("query_block", "key_block")
+    def _inside(self, proposal: Any) -> int:
+        axis = ("query_block", "key_block").index(proposal["trait"].name)
+        return checks.integer(
+            proposal["trait"].name, proposal["value"], maximum=self.mask.grid[axis] - 1
+        )
+
+    @traitlets.validate("window")
+    def _within(self, proposal: Any) -> list[int]:
+        """[top, bottom, left, right] inside the mask; the viewer's own buttons stay there."""
+        window, (rows, columns) = list(proposal["value"]), self.mask.grid
+        four = len(window) == 4
+        if not four or not (_fits(window[:2], rows) and _fits(window[2:], columns)):
+            raise ValueError(
+                f"window={window}: expected [top, bottom, left, right] with "
+                f"0 <= top < bottom <= {rows} and 0 <= left < right <= {columns}"
+            )
+        return window
 
     # -- errors ----------------------------------------------------------------------------------
 
@@ -270,7 +320,9 @@ class RouteViewer(anywidget.AnyWidget):
             self.problem = f"Error while loading {where}: {type(error).__name__}: {error}"
             raise
         if heals:
-            self.problem = ""
+            self.problem = payload.doubt(self.mask, (self.layer, self.step))
+            if self.problem:
+                logger.warning("RouteViewer: %s", self.problem)
 
     def _log_browser(self, change: dict[str, Any]) -> None:
         if change["new"]:

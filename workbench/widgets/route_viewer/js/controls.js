@@ -3,8 +3,7 @@
 class Controls {
   constructor(viewer) {
     this.viewer = viewer;
-    const { entries, heads, scored } = viewer.facts;
-    const layers = [...new Set(entries.map(([layer]) => layer))];
+    const { layers, heads, scored } = viewer.facts;
     this.layer = this.select(layers, () => this.pickLayer());
     this.step = this.select([], () => this.pick());
     this.head = this.select(Array.from({ length: heads }, (_, head) => head), () => this.pick());
@@ -41,15 +40,11 @@ class Controls {
     select.replaceChildren(...made);
   }
 
-  stepsOf(layer) {
-    return this.viewer.facts.entries.filter(([known]) => known === layer).map(([, step]) => step);
-  }
-
   /** A layer may have been recorded at other steps: the nearest one is taken. */
   pickLayer() {
     const layer = Number(this.layer.value);
     const step = Number(this.step.value);
-    const steps = this.stepsOf(layer);
+    const steps = this.viewer.stepsOf(layer);
     const nearest = steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a));
     this.viewer.open(layer, nearest, Number(this.head.value));
   }
@@ -61,7 +56,7 @@ class Controls {
   /** Shows what is chosen now, and what tau can do. */
   show({ layer, step, head }, tau, stops, state) {
     this.layer.value = layer;
-    const steps = this.stepsOf(layer);
+    const steps = this.viewer.stepsOf(layer);
     if (steps.join() !== this.steps) this.fill(this.step, steps);
     this.steps = steps.join();
     this.step.value = step;

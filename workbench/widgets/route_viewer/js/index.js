@@ -6,8 +6,8 @@ const TALLEST = { row: 26, all: 190 }; // CSS pixels
 class IndexView {
   constructor(viewer) {
     this.viewer = viewer;
-    this.layers = [...new Set(viewer.facts.entries.map(([layer]) => layer))];
-    this.steps = [...new Set(viewer.facts.entries.map(([, step]) => step))].sort((a, b) => a - b);
+    this.layers = viewer.facts.layers;
+    this.steps = viewer.facts.steps;
     this.height = Math.min(TALLEST.all, TALLEST.row * Math.max(2, this.layers.length));
     this.canvas = makeCanvas(376, CELLS.y + this.height + 40, "index", "rv-index");
     this.quantity = this.choice("Quantity", ["density", "error"]);
@@ -40,10 +40,13 @@ class IndexView {
       : [this.layers[row], this.steps[column], head];
   }
 
-  value([layer, step, head]) {
-    const { heads } = this.viewer.facts;
+  cellOf([layer, step, head]) {
     const row = this.layers.indexOf(layer) * this.steps.length + this.steps.indexOf(step);
-    return this.values[row * heads + head];
+    return row * this.viewer.facts.heads + head;
+  }
+
+  value(place) {
+    return this.values[this.cellOf(place)];
   }
 
   get columns() {
@@ -51,11 +54,8 @@ class IndexView {
   }
 
   draw() {
-    const { viewer } = this;
-    const name = this.quantity.value === "error" ? "errors" : "densities";
-    this.values = numbersOf(viewer.model.get(name), Float32Array);
-    const known = Array.from(this.values).filter(Number.isFinite);
-    const [low, high] = known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
+    this.values = this.quantity.value === "error" ? this.table("errors") : this.densities();
+    const { known, low, high } = this.range();
     const context = clear(this.canvas);
     for (let row = 0; row < this.layers.length; row++) {
       for (let column = 0; column < this.columns; column++) {
@@ -64,8 +64,59 @@ class IndexView {
     }
     this.axes(context);
     this.outline(context);
-    if (known.length) this.bar(context, low, high);
-    this.describe(known.length);
+    if (known) this.bar(context, low, high);
+    this.describe(known);
+  }
+
+  /** Figures of all calls as the kernel sent them; none while a part is under way. */
+  table(name, Kind = Float32Array) {
+    const bytes = gather(this.viewer.model, name, null);
+    return bytes ? new Kind(bytes.slice().buffer) : new Kind(0);
+  }
+
+  /**
+   * Densities at the tau of the picture where they can be had: of every call from the curves, else
+   * of the shown call from its scores. The others are of the masks as made.
+   */
+  densities() {
+    const { viewer } = this;
+    const { curved } = viewer.facts;
+    const values = curved ? this.curvesAt(viewer.tau) : this.table("densities");
+    this.follows = curved ? "all" : viewer.shownCurves ? "shown" : "none";
+    if (this.follows !== "shown" || !values.length) return values;
+    const { layer, step } = viewer.place;
+    const { level } = levelOf(viewer.pairs.stops, viewer.tau);
+    for (const [head, curve] of viewer.shownCurves) {
+      values[this.cellOf([layer, step, head])] = curve[Math.min(level, curve.length - 1)];
+    }
+    return values;
+  }
+
+  /** Densities of every call at the first stop that is not below tau, from 1 / 65,535 steps. */
+  curvesAt(tau) {
+    const { curveStops, facts } = this.viewer;
+    this.curves = this.viewer.kept("curves", this.viewer.indexNews, () => this.table("curves", Uint16Array));
+    const count = curveStops.length;
+    const level = Math.min(levelOf(curveStops, tau).level, count - 1);
+    const values = new Float32Array(this.curves.length / count);
+    for (let n = 0; n < values.length; n++) {
+      const call = Math.floor(n / facts.heads);
+      const [row, column] = [Math.floor(call / this.steps.length), call % this.steps.length];
+      values[n] = this.viewer.isRecorded(row, column) ? this.curves[n * count + level] / 65535 : NaN;
+    }
+    return values;
+  }
+
+  /** How many figures are known, and between which they lie. */
+  range() {
+    let [known, low, high] = [0, Infinity, -Infinity];
+    for (const value of this.values) {
+      if (!Number.isFinite(value)) continue;
+      known++;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
+    return known ? { known, low, high } : { known, low: 0, high: 1 };
   }
 
   get size() {

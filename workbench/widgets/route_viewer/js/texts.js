@@ -129,6 +129,16 @@ function framesText(keys, own, facts) {
   );
 }
 
+/** What the figures of the index belong to: the slider's tau, or the masks as they were made. */
+function ofWhich(index) {
+  const { tau, facts } = index.viewer;
+  if (index.quantity.value === "error" || !facts.scored || index.follows === "none") {
+    return " of the masks as made";
+  }
+  const at = `at tau ${tauText(tau)}`;
+  return index.follows === "all" ? ` ${at}` : ` of the shown call ${at}, of the others as made`;
+}
+
 /** The line under the index: range of the figures and the extreme call. */
 function indexText(index, known) {
   const name = index.quantity.value === "error" ? "relative L2 error" : "density";
@@ -145,7 +155,7 @@ function indexText(index, known) {
     `layer ${layers[Math.floor(n / heads / steps.length)]}, step ` +
     `${steps[Math.floor(n / heads) % steps.length]}, head ${n % heads}`;
   return (
-    `${name} of the masks as made, ${known} of ${values.length} known: ${values[low].toFixed(3)} ` +
+    `${name}${ofWhich(index)}, ${known} of ${values.length} known: ${values[low].toFixed(3)} ` +
     `(${place(low)}) to ${values[high].toFixed(3)} (${place(high)}).`
   );
 }

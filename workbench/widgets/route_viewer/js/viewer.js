@@ -1,17 +1,14 @@
 // Puts the parts together: one persistent view, one drawing for each screen frame at most.
 
 const REPORT_WAIT = 150; // ms of quiet before the kernel hears what is on the screen
-const PATIENCE = 5000; // ms after which a kernel that does not answer is mentioned
 const HELP =
   "Map: click a pair to explain it, drag to pan, wheel to zoom once clicked (or with Ctrl). Keys on " +
   "the map: arrows move the pair, Shift + arrows pan, + and − zoom, 0 shows the whole mask.";
 
-class Viewer {
+class Viewer extends Moving {
   constructor(model, host) {
-    this.model = model;
-    this.facts = model.get("facts");
+    super(model);
     this.times = []; // what each drawing cost in ms, newest last: { why, work, total, tau }
-    this.readConstants();
     this.controls = new Controls(this);
     this.map = new MapView(this);
     this.curve = new CurveView(this);
@@ -64,123 +61,6 @@ class Viewer {
     return element("span", {}, [element("b", { textContent: title }), facts]);
   }
 
-  readConstants() {
-    const { model } = this;
-    this.queryBoxes = numbersOf(model.get("query_boxes"), Int16Array);
-    this.keyBoxes = numbersOf(model.get("key_boxes"), Int16Array);
-    this.cividis = bytesOf(model.get("cividis"));
-  }
-
-  // -- state ---------------------------------------------------------------------------------------
-
-  /** What is on the screen, which may lag behind what was asked for. */
-  get place() {
-    const { layer, step, heads } = this.model.get("shown");
-    const head = this.model.get("head");
-    const here = head >= heads[0] && head < heads[0] + heads[1];
-    return { layer, step, head: here ? head : heads[0] };
-  }
-
-  /** tau of the picture: the slider's where there are scores, else that of the bits. */
-  get tau() {
-    return this.pairs?.codes ? this.model.get("tau") : (this.model.get("shown").tau ?? 0);
-  }
-
-  /**
-   * Saved at once: ipywidgets keeps one message under way and joins the others, and it knows which
-   * echoes are stale only for what it was given to save.
-   */
-  set(values) {
-    for (const [name, value] of Object.entries(values)) this.model.set(name, value);
-    this.model.save_changes();
-  }
-
-  setStop(index) {
-    const { stops } = this.pairs;
-    this.set({ tau: stops[Math.max(0, Math.min(stops.length - 1, index))] });
-  }
-
-  /** Another call or head; the kernel is asked only for what is not here. */
-  open(layer, step, head) {
-    this.set({ layer, step, head });
-    const { place } = this;
-    this.await(place.layer !== layer || place.step !== step || place.head !== head, "mask");
-  }
-
-  askForScores() {
-    this.set({ want_scores: true });
-    this.await(true, "scores");
-  }
-
-  await(missing, what) {
-    clearTimeout(this.waiting);
-    this.status.textContent = missing ? `Loading the ${what} …` : "";
-    if (!missing) return;
-    const text = "No answer from a kernel: it is busy, or this notebook runs none. Zoom, hover and " +
-      "tau work without it for the heads that are here.";
-    this.waiting = setTimeout(() => (this.status.textContent = text), PATIENCE);
-  }
-
-  // -- moving ----------------------------------------------------------------------------------------
-
-  zoom(factor, [i, j] = this.center()) {
-    const [top, bottom, left, right] = this.window();
-    const [rows, columns] = this.facts.blocks;
-    const span = (low, high, at, most) => {
-      const size = Math.max(Math.min(8, most), Math.min(most, Math.round((high - low) * factor)));
-      const share = (at + 0.5 - low) / (high - low);
-      const start = Math.round(at + 0.5 - share * size);
-      const first = Math.max(0, Math.min(most - size, start));
-      return [first, first + size];
-    };
-    this.set({ window: [...span(top, bottom, i, rows), ...span(left, right, j, columns)] });
-  }
-
-  pan(down, across, [top, bottom, left, right]) {
-    const shift = (low, high, by, most) => {
-      const moved = Math.max(0, Math.min(most - (high - low), Math.round(low + by)));
-      return [moved, moved + high - low];
-    };
-    const [rows, columns] = this.facts.blocks;
-    this.set({ window: [...shift(top, bottom, down, rows), ...shift(left, right, across, columns)] });
-  }
-
-  whole() {
-    const [rows, columns] = this.facts.blocks;
-    this.set({ window: [0, rows, 0, columns] });
-  }
-
-  step(down, across) {
-    const [rows, columns] = this.facts.blocks;
-    const move = (value, by, count) => Math.max(0, Math.min(count - 1, value + by));
-    this.set({
-      query_block: move(this.model.get("query_block"), down, rows),
-      key_block: move(this.model.get("key_block"), across, columns),
-    });
-  }
-
-  /** The chosen pair if it is on the screen, else the middle of the window. */
-  center() {
-    const [top, bottom, left, right] = this.window();
-    const [i, j] = [this.model.get("query_block"), this.model.get("key_block")];
-    const inside = i >= top && i < bottom && j >= left && j < right;
-    return inside ? [i, j] : [Math.floor((top + bottom) / 2), Math.floor((left + right) / 2)];
-  }
-
-  window() {
-    const window = this.model.get("window");
-    const [rows, columns] = this.facts.blocks;
-    const [top, bottom, left, right] = window;
-    const fits = 0 <= top && top < bottom && bottom <= rows;
-    if (window.length !== 4 || !fits || !(0 <= left && left < right && right <= columns)) {
-      throw new Error(
-        `window=[${window}]: expected [top, bottom, left, right] with ` +
-          `0 <= top < bottom <= ${rows} and 0 <= left < right <= ${columns}`,
-      );
-    }
-    return window;
-  }
-
   // -- drawing -----------------------------------------------------------------------------------------
 
   listen() {
@@ -192,12 +72,14 @@ class Viewer {
       }
     };
     this.heard = [];
+    this.indexNews = 0;
     const { parts } = this.facts;
     const numbered = (name) => Array.from({ length: parts[name] }, (_, n) => `${name}_${n}`);
     follow(["tau"], "tau");
     follow(["window"], "zoom");
     follow(["query_block", "key_block"], "pair");
-    follow(["head", "densities", "errors", "ground", ...numbered("token_blocks")], "head");
+    follow(["head", "ground", ...numbered("token_blocks")], "head");
+    follow(["densities", "errors", "curves"].flatMap(numbered), "index", () => this.indexNews++);
     follow(["shown", "rows", "stops", ...numbered("bits"), ...numbered("codes")], "mask", () => {
       this.stale = true;
     });
@@ -232,27 +114,6 @@ class Viewer {
     this.report();
   }
 
-  /** Takes over what the kernel sent once it is complete; false while there is nothing to draw. */
-  refresh() {
-    if (this.stale === false) return true;
-    const shown = this.model.get("shown");
-    const bits = shown.serial ? gather(this.model, "bits", shown.serial) : null;
-    if (!bits) return this.pairs !== undefined && this.pairs.serial === shown.serial;
-    const codes = shown.scored ? gather(this.model, "codes", shown.serial) : null;
-    const [rows, columns] = this.facts.blocks;
-    const stops = numbersOf(this.model.get("stops"), Float64Array);
-    const { serial, band, sink } = shown;
-    const [first, count] = shown.heads;
-    const own = { serial, rows, columns, bits, codes, stops, band, sink, first, count };
-    const news = this.pairs?.serial !== serial || (this.pairs.codes === null) !== (codes === null);
-    this.pairs = own;
-    this.rowStatistics = numbersOf(this.model.get("rows"), Float32Array);
-    if (news) this.curves = this.differing = null;
-    this.stale = false;
-    this.await(false);
-    return true;
-  }
-
   draw() {
     const { model, pairs, tau, place } = this;
     const window = this.window();
@@ -262,21 +123,13 @@ class Viewer {
     this.picture = this.kept("picture", `${of}/${window}`, () => pool(this.choice, window, this.facts.size));
     this.total = this.kept("total", of, () => tally(this.choice));
     this.map.draw(this.picture, this.total, window, query, key);
-    const head = `${pairs.serial}/${pairs.codes !== null}/${place.head}`;
-    this.kept("index", `${head}/${model.get("densities")?.byteLength}`, () => this.index.draw());
+    this.kept("index", `${of}/${this.indexNews}`, () => this.index.draw());
     this.kept("curve", of, () => this.drawCurve(place.head, tau));
     // The frames follow right after the map is on the screen: they take longer than the map.
     clearTimeout(this.framesTimer);
     this.framesTimer = setTimeout(() => this.guard(() => this.drawFrames(`${of}/${query}`, query)));
     this.controls.show({ ...place, ...this.asking() }, tau, pairs.stops, this.scoreState());
     this.say(window, query, key);
-  }
-
-  /** What was made for the same key the last time, or made now. */
-  kept(name, key, make) {
-    this.memory ??= {};
-    if (this.memory[name]?.key !== key) this.memory[name] = { key, value: make() };
-    return this.memory[name].value;
   }
 
   asking() {
@@ -290,12 +143,7 @@ class Viewer {
   }
 
   drawCurve(head, tau) {
-    const { pairs } = this;
-    if (pairs.codes && !this.curves) {
-      const heads = Array.from({ length: pairs.count }, (_, n) => pairs.first + n);
-      this.curves = new Map(heads.map((own) => [own, curveOf(pairs, own)]));
-    }
-    this.curve.draw(pairs.codes ? this.curves : null, pairs.stops, tau, head);
+    this.curve.draw(this.shownCurves, this.pairs.stops, tau, head);
   }
 
   drawFrames(key, query) {
