@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from workbench.diffusers.package import diffusers_package
+from workbench.diffusers.package import diffusers_package, dtype_argument
 from workbench.diffusers.tiny_wan import wan_pipeline
 
 INDEX, CONFIG = "model_index.json", "config.json"
@@ -52,7 +52,7 @@ def _saved(path: Path, dtype: torch.dtype) -> Any:
         name: None for name, value in index.items() if isinstance(value, list) and value[0] is None
     }
     return diffusers_package().DiffusionPipeline.from_pretrained(
-        path, local_files_only=True, dtype=dtype, **absent
+        path, local_files_only=True, **{dtype_argument(): dtype}, **absent
     )
 
 
@@ -71,7 +71,9 @@ def _around(path: Path, dtype: torch.dtype) -> Any:
             "can; give the folder of its whole pipeline"
         )
     kinds = diffusers_package()
-    model = kinds.WanTransformer3DModel.from_pretrained(place, local_files_only=True, dtype=dtype)
+    model = kinds.WanTransformer3DModel.from_pretrained(
+        place, local_files_only=True, **{dtype_argument(): dtype}
+    )
     return wan_pipeline(model)
 
 
