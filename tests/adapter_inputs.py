@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,15 +102,3 @@ def plant_package(folder: Path, distribution: str, version: str, modules: dict[s
                 break
             (parent / "__init__.py").touch()
         path.write_text(body)
-
-
-def run_with(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Python code in a process of its own, in which a folder's packages come first."""
-    start = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
-    return subprocess.run(
-        [sys.executable, "-c", start + code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
