@@ -17,7 +17,7 @@ VIDEO = 256
 TEXT = 20  # text tokens of joint models
 CUTOFF = 0.9
 SOL = SolAttnConfig(tau=1.0)
-WIDTH = {"num_attention_heads": 2, "attention_head_dim": 48}
+WIDTH = {"num_attention_heads": 2, "attention_head_dim": 64}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _hunyuan() -> Any:
         text_embed_dim=16,
         pooled_projection_dim=8,
         guidance_embeds=False,
-        rope_axes_dim=(16, 16, 16),
+        rope_axes_dim=(16, 24, 24),
     )
 
 
@@ -83,7 +83,7 @@ def _ltx() -> Any:
         **WIDTH,
         in_channels=4,
         out_channels=4,
-        cross_attention_dim=96,
+        cross_attention_dim=128,
         num_layers=2,
         caption_channels=16,
     )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from workbench.attention.log import CallCounts
+from workbench.attention.policy import CROSS
 
 if TYPE_CHECKING:
     from workbench.diffusers.model import AttachedModel
@@ -30,12 +34,16 @@ def _layers(model: AttachedModel) -> list[str]:
     densities = _densities(model)
     lines = []
     for index, name in model.layers.items():
-        counts = model.attention.counts(index)
+        counts = _without_cross(model.attention.counts(index))
         density = f", density {densities[index]:.4f}" if index in densities else ""
         lines.append(f"  layer {index} ({name}): {counts}{density}")
     if not densities:
         lines.append("  density: not recorded; attach with record=True")
     return lines
+
+
+def _without_cross(counts: CallCounts) -> CallCounts:
+    return replace(counts, dense={r: n for r, n in counts.dense.items() if r != CROSS})
 
 
 def _densities(model: AttachedModel) -> dict[int, float]:
