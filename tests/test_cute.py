@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from blockattn import BlockRoute, BlockSummary, UnsupportedError, attend
 from blockattn.impl import cute, registry
@@ -19,7 +20,8 @@ from blockattn.impl.cute import cache
 from blockattn.impl.cute.variant import Variant, variant_of
 from blockattn.impl.library import Library
 from blockattn.problem import Problem, make_problem
-from tests.inputs import gaussian
+from tests import inputs
+from tests.gpu_checks import DEVICE
 
 pytest.importorskip("triton", reason="needs triton (Linux)")
 from blockattn.impl.cute import launch
@@ -28,11 +30,18 @@ from blockattn.impl.cute.lists import shared_lists
 HALF = torch.float16
 
 
+def gaussian(tokens: int, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """float16 inputs with 64 channels where the list kernels run: a GPU or the interpreter."""
+    found = inputs.gaussian(tokens, **{"dim": 64, "dtype": HALF, **settings})
+    q, k, v = (x.to(DEVICE) for x in found)
+    return q, k, v
+
+
 def random_route(queries: int, keys: int, density=0.4, heads=2) -> BlockRoute:
     generator = torch.Generator().manual_seed(1)
     blocks = -(-queries // 64), -(-keys // 64)
     mask = torch.rand(1, heads, *blocks, generator=generator) < density
-    return BlockRoute.from_dense(mask, seqlens=(queries, keys))
+    return BlockRoute.from_dense(mask.to(DEVICE), seqlens=(queries, keys))
 
 
 # -- variants --------------------------------------------------------------------------------------
@@ -56,14 +65,14 @@ def test_a_variant_that_no_call_can_need_is_refused(settings, text):
 
 
 def test_a_variant_holds_what_is_compiled_in_and_no_number_that_a_call_may_vary():
-    q, k, v = gaussian(200, heads=4, kv_heads=2, dim=64, dtype=HALF)
-    other = gaussian(77, heads=1, dim=64, dtype=HALF, keys=300)
+    q, k, v = gaussian(200, heads=4, kv_heads=2)
+    other = gaussian(77, heads=1, keys=300)
     calls = [
         make_problem(q, k, v, skip_threshold=0.5, skip_tile=(64, 64), scale=0.1),
         make_problem(*other, skip_threshold=0.1, skip_tile=(64, 64), scale=2.0),
     ]
     assert {variant_of(call) for call in calls} == {Variant("fp16", 64, skip=64)}
-    traced = replace(calls[0], want_trace=True, scale_output=torch.ones(()))
+    traced = replace(calls[0], want_trace=True, scale_output=torch.ones((), device=DEVICE))
     assert variant_of(traced) == Variant("fp16", 64, skip=64, lse=True, device_scales=True)
     assert str(variant_of(traced)) == "fp16 D=64, full range, lse, device scales, skip 64"
 
@@ -85,13 +94,15 @@ def reasons(problem: Problem) -> str:
 
 @pytest.mark.usefixtures("hopper")
 def test_obstacles_name_every_fact_that_speaks_against_a_call():
-    q, k, v = gaussian(128, dim=64, dtype=HALF)
+    q, k, v = gaussian(128)
     assert reasons(make_problem(q, k, v)) == ""
     wide = make_problem(q.float(), k.float(), v.float())
     assert "dtype torch.float32, serves bfloat16 and float16" in reasons(wide)
     narrow = make_problem(*gaussian(64, dim=32, dtype=HALF))
     assert "head dim 32, serves 64 and 128" in reasons(narrow)
-    route = BlockRoute.from_dense(torch.ones(1, 2, 4, 4, dtype=torch.bool), block=(32, 32))
+    route = BlockRoute.from_dense(
+        torch.ones(1, 2, 4, 4, dtype=torch.bool, device=DEVICE), block=(32, 32)
+    )
     assert "route blocks (32, 32), serves (64, 64)" in reasons(make_problem(q, k, v, route=route))
     lagging: Any = {"skip_threshold": 0.1, "skip_reference": "lagging"}
     assert "skip_reference='lagging'" in reasons(make_problem(q, k, v, **lagging))
@@ -107,8 +118,8 @@ def test_obstacles_name_every_fact_that_speaks_against_a_call():
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("fault", ["base", "stride", "channels", "repeated"])
 def test_a_tensor_that_tma_cannot_read_is_an_obstacle(fault):
-    q, k, v = gaussian(128, dim=64, dtype=HALF)
-    room = torch.zeros(2 * q.numel() + 64, dtype=HALF)
+    q, k, v = gaussian(128)
+    room = torch.zeros(2 * q.numel() + 64, dtype=HALF, device=DEVICE)
     base = q.stride()
     bad = {
         "base": room[1:].as_strided(q.shape, base),
@@ -120,7 +131,7 @@ def test_a_tensor_that_tma_cannot_read_is_an_obstacle(fault):
 
 
 def test_another_gpu_and_the_cpu_are_obstacles(monkeypatch):
-    q, k, v = gaussian(64, dim=64, dtype=HALF)
+    q, k, v = (x.cpu() for x in gaussian(64))
     assert "q is on cpu, needs a CUDA GPU" in reasons(make_problem(q, k, v))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
@@ -134,7 +145,7 @@ def test_a_missing_package_is_an_obstacle_with_the_extra_that_has_it(monkeypatch
     absent = Library("no-such-thing", "no_such_thing", "cute or cute-latest")
     monkeypatch.setattr(cute, missing, absent if missing == "LOADER" else (absent,))
     text = "no-such-thing is not installed; the extra cute or cute-latest has it"
-    q, k, v = gaussian(64, dim=64, dtype=HALF)
+    q, k, v = gaussian(64)
     assert cute.obstacles(make_problem(q, k, v)) == [text]
     with pytest.raises(UnsupportedError, match="no-such-thing"):
         attend(q, k, v, impl="cute")
@@ -146,7 +157,7 @@ def test_a_package_that_does_not_load_is_the_cause_of_the_refusal(monkeypatch, t
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(cute, "LOADER", Library("torch", "cannot_load", "cute"))
     with pytest.raises(UnsupportedError, match=r"libcuda\.so\.1: cannot open") as caught:
-        attend(*gaussian(64, dim=64, dtype=HALF), impl="cute")
+        attend(*gaussian(64), impl="cute")
     assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -156,7 +167,7 @@ def test_a_package_with_another_interface_stays_loud(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(cute, "COMPILERS", (Library("torch", "renamed_names", "cute"),))
     with pytest.raises(AttributeError, match="no_such_function"):
-        attend(*gaussian(64, dim=64, dtype=HALF), impl="cute")
+        attend(*gaussian(64), impl="cute")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -164,7 +175,7 @@ def test_a_kernel_that_is_kept_needs_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path))
     absent = Library("no-such-thing", "no_such_thing", "cute")
     monkeypatch.setattr(cute, "COMPILERS", (absent,))
-    problem = make_problem(*gaussian(64, dim=64, dtype=HALF))
+    problem = make_problem(*gaussian(64))
     assert cute.obstacles(problem) != []
     cache.store(cache.place(variant_of(problem), cute.ARCH), b"library")
     assert cute.obstacles(problem) == []
@@ -175,8 +186,8 @@ def test_auto_prefers_what_was_measured_to_be_faster(monkeypatch):
     """Until a measurement says otherwise: the Triton kernels for routes, torch for dense calls."""
     order = [item.name for item in registry.implementations()]
     assert order.index("triton") < order.index("cute") < order.index("eager")
-    chosen, _ = registry.choose(make_problem(*gaussian(64, dim=64, dtype=HALF)))
-    assert chosen.name == "eager"
+    q, k, v = (x.cpu() for x in gaussian(64))
+    assert registry.choose(make_problem(q, k, v))[0].name == "eager"
 
 
 # -- a launch --------------------------------------------------------------------------------------
@@ -208,7 +219,7 @@ def launched(monkeypatch):
 
 
 def test_a_plain_call_launches_with_its_tensors_and_nothing_else(launched):
-    q, k, v = gaussian(130, heads=4, kv_heads=2, dim=64, dtype=HALF)
+    q, k, v = gaussian(130, heads=4, kv_heads=2)
     result = launch.run(make_problem(q, k, v, scale=0.5, scale_output=3.0))
     (call,) = launched
     assert (call.q is q, call.k is k, call.v is v, call.out is result.out) == (True,) * 4
@@ -219,8 +230,8 @@ def test_a_plain_call_launches_with_its_tensors_and_nothing_else(launched):
 
 
 def test_a_sparse_call_launches_with_lists_words_summaries_and_maps(launched):
-    q, k, v = gaussian(330, dim=64, dtype=HALF)
-    lengths = torch.full((6,), 10, dtype=torch.int32)
+    q, k, v = gaussian(330)
+    lengths = torch.full((6,), 10, dtype=torch.int32, device=DEVICE)
     problem = make_problem(
         q, k, v, route=random_route(330, 330), tail=BlockSummary.of(k, v), block_lengths=lengths,
         skip_threshold=0.25, skip_tile=(64, 64), want_trace=True,
@@ -241,7 +252,7 @@ def test_a_sparse_call_launches_with_lists_words_summaries_and_maps(launched):
 
 
 def test_a_threshold_of_zero_still_votes_and_drops_nothing(launched):
-    q, k, v = gaussian(200, dim=64, dtype=HALF)
+    q, k, v = gaussian(200)
     problem = make_problem(q, k, v, skip_threshold=0.0, want_trace=True)
     launch.run(problem)
     assert launched[0].limit == -math.inf
@@ -250,8 +261,8 @@ def test_a_threshold_of_zero_still_votes_and_drops_nothing(launched):
 
 
 def test_one_scale_on_the_device_takes_the_other_there(launched):
-    q, k, v = gaussian(64, dim=64, dtype=HALF)
-    scale = torch.tensor([0.25])
+    q, k, v = gaussian(64)
+    scale = torch.tensor([0.25], device=DEVICE)
     launch.run(make_problem(q, k, v, scale=scale, scale_output=2.0))
     (call,) = launched
     assert call.scale.data_ptr() == scale.data_ptr()
@@ -259,7 +270,7 @@ def test_one_scale_on_the_device_takes_the_other_there(launched):
 
 
 def test_strides_of_axes_of_one_are_legal_when_they_leave(launched):
-    q, k, v = gaussian(70, heads=1, dim=64, dtype=HALF)
+    q, k, v = gaussian(70, heads=1)
     odd = torch.as_strided(q, q.shape, (3, 64, 5, 1))
     launch.run(make_problem(odd, k, v))
     (call,) = launched
@@ -269,9 +280,11 @@ def test_strides_of_axes_of_one_are_legal_when_they_leave(launched):
 
 
 def test_summaries_with_gaps_or_at_odd_places_are_copied(launched):
-    q, k, v = gaussian(128, dim=64, dtype=HALF)
+    q, k, v = gaussian(128)
     tail = BlockSummary.of(k, v)
-    shifted = torch.empty(tail.v_sum.numel() + 1, dtype=HALF)[1:].view(tail.v_sum.shape)
+    shifted = torch.empty(tail.v_sum.numel() + 1, dtype=HALF, device=DEVICE)[1:].view(
+        tail.v_sum.shape
+    )
     tail = replace(tail, v_sum=shifted.copy_(tail.v_sum))
     launch.run(make_problem(q, k, v, route=random_route(128, 128), tail=tail))
     (call,) = launched
@@ -282,7 +295,7 @@ def test_summaries_with_gaps_or_at_odd_places_are_copied(launched):
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 70), (70, 0)])
 def test_empty_sequences_launch_nothing(launched, tokens, keys):
-    q, k, v = gaussian(tokens, keys=keys, dim=64, dtype=HALF)
+    q, k, v = gaussian(tokens, keys=keys)
     result = launch.run(make_problem(q, k, v, want_trace=True))
     assert launched == []
     assert result.out.shape == q.shape
@@ -294,7 +307,7 @@ def test_empty_sequences_launch_nothing(launched, tokens, keys):
 # -- lists of pairs of query blocks ----------------------------------------------------------------
 
 
-def spelled(index: torch.Tensor, count: torch.Tensor) -> tuple[set[int], set[int], list[int]]:
+def spelled(index: Tensor, count: Tensor) -> tuple[set[int], set[int], list[int]]:
     """Key blocks of the first and of the second query block of a pair, and the shared entries."""
     both, first, second = count.tolist()
     entries = index.tolist()
