@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockattn import attend, sol_attention
+from blockattn import TokenGrid, attend, sol_attention
 from tests.panel_inputs import PNG, capture_of, load
 from workbench.bench import split as splits
 from workbench.bench.split import describe_split, from_report, measure, parts, ticks
+from workbench.synthetic import synthetic_qkv
 from workbench.widgets import TimeSplit, time_split
 
 X = load(4, 9)
@@ -126,7 +127,7 @@ def test_every_round_ticks_and_a_tick_can_end_it():
     ("even", "text"),
     [
         (None, "no break-even; even at density 0.100"),
-        (1.0, "faster than dense at every density"),
+        (1.0, "faster than dense at every density up to 1.000."),
         (0.5, "break-even density 0.500"),
     ],
 )
@@ -134,6 +135,21 @@ def test_the_break_even_in_words(even: float | None, text: str):
     made = report()
     made["rows"]["1"]["cases"][0]["more"]["ladder"]["break_even_density"] = even
     assert text in describe_split(from_report(made))[0]
+
+
+def test_a_call_of_one_block_has_no_break_even_to_find():
+    x = synthetic_qkv(TokenGrid((1, 4, 8)), heads=1, head_dim=32)
+    line = describe_split(measure((x.q, x.k, x.v), 1.0, repeats=1))[0]
+    assert "no break-even can be found, because every tau has density 1.000" in line
+    assert "faster" not in line
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_values_that_are_not_finite_are_not_timed(index: int):
+    data = [x.clone() for x in DATA]
+    data[index][0, 3, 1, :2] = torch.nan
+    with pytest.raises(ValueError, match=f"{'qkv'[index]}: 2 of 20,480 values are NaN"):
+        measure((data[0], data[1], data[2]), 1.0, repeats=1)
 
 
 def test_parts_that_do_not_add_up_are_called_so():

@@ -249,7 +249,7 @@ def test_the_control_and_a_wrong_name_have_no_configuration():
         configuration(swept, "sola")
 
 
-def test_the_table_says_front_dominated_missed_and_floor():
+def test_the_table_says_place_and_what_speaks_against_each():
     least = "psnr >= 30 dB: worst 20"
     cloud = [
         point("fast", 3, 20, least),
@@ -257,13 +257,25 @@ def test_the_table_says_front_dominated_missed_and_floor():
         point("bad", 1.5, 35),
         point("control", 1, 20, least, control=True),
     ]
-    rows = {row[0]: row[-1] for row in front_table(cloud, "psnr").rows}
+    rows = {row[0]: row[-2:] for row in front_table(cloud, "psnr").rows}
     assert rows == {
-        "fast": f"front; against it: {least}",
-        "good": "front",
-        "bad": "dominated",
-        "control": f"control: the floor; no verdict by a gate that it misses: {least}",
+        "fast": ("front", least),
+        "good": ("front", "—"),
+        "bad": ("dominated", "—"),
+        "control": ("control", least),
     }
+
+
+@pytest.mark.parametrize(
+    ("cost", "head"),
+    [
+        ("attention", "attention time, dense / sparse"),
+        ("video", "time of the whole video, dense / sparse"),
+        ("density", "block pairs, all / exact"),
+    ],
+)
+def test_the_column_of_the_gain_is_headed_by_its_cost(cost: str, head: str):
+    assert front_table([point("one", 3, 20)], "psnr", cost).columns[1] == head
 
 
 # --- the picture

@@ -49,6 +49,22 @@ def all_decisions() -> torch.Tensor:
     return classes
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [({"query": 12}, "query=12"), ({"query": -1}, "query=-1"), ({"query": 0, "key": 12}, "key=12")],
+)
+def test_a_block_outside_the_map_is_not_marked_but_refused(place, message):
+    with pytest.raises(ValueError, match=f"{message}: must be at least 0 and at most 11"):
+        views.draw_route(axes(), all_decisions(), **place)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 8, 3), (2, 0, 8, 3)])
+def test_a_video_without_frames_or_pixels_is_refused(shape):
+    keys = torch.zeros(2, 4, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="with a frame and a pixel at least"):
+        views.draw_frames(views.new_figure(), keys, keys, np.zeros(shape, np.uint8))
+
+
 @pytest.mark.parametrize("looks", [style.DECISIONS, style.TILES], ids=["decisions", "tiles"])
 def test_classes_are_told_apart_without_colour(looks):
     for one, other in itertools.combinations(looks.values(), 2):

@@ -143,9 +143,11 @@ def measure(
         where: machine or source, for the report.
 
     Raises:
-        TypeError, ValueError: an argument is not allowed. What the tick raises passes through.
+        TypeError, ValueError: an argument is not allowed, or q, k or v is not finite. What the tick
+            raises passes through.
     """
     checks.integer("repeats", repeats, minimum=1)
+    _check_finite(data)
     _, trace = sol_attention(*data, tau=tau, return_trace=True)
     _, dense_trace = attend(*data, return_trace=True)
     kind = data[0].device.type
@@ -175,6 +177,17 @@ def measure(
         f"{trace.algorithm} on {trace.impl}, dense on {dense_trace.impl}. "
         f"Faster, but not here: {reasons}.",
     )
+
+
+def _check_finite(data: QKV) -> None:
+    """Routes of NaN scores hold the band alone at every tau, and so would be fast for no reason."""
+    for name, x in zip("qkv", data):
+        bad = int((~x.isfinite()).sum())
+        if bad:
+            raise ValueError(
+                f"{name}: {bad:,} of {x.numel():,} values are NaN or infinite, and a time of them "
+                "means nothing; choose another call, or record it again"
+            )
 
 
 def parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
@@ -217,13 +230,22 @@ def _doubt(split: Split) -> str:
 
 
 def _break_even_line(ladder: Ladder) -> str:
+    low, high = min(ladder.densities), max(ladder.densities)
+    if low == high:
+        return (
+            f"{ladder.name}: no break-even can be found, because every tau has density {low:.3f}; "
+            "with so few blocks, take a longer sequence."
+        )
     if ladder.break_even is None:
         return (
-            f"{ladder.name}: no break-even; even at density {min(ladder.densities):.3f} the sparse "
-            "call is slower than dense."
+            f"{ladder.name}: no break-even; even at density {low:.3f} the sparse call is slower "
+            "than dense."
         )
     if ladder.break_even == 1:
-        return f"{ladder.name}: the sparse call is faster than dense at every density."
+        return (
+            f"{ladder.name}: the sparse call is faster than dense at every density up to "
+            f"{high:.3f}."
+        )
     return (
         f"{ladder.name}: break-even density {ladder.break_even:.3f}; sparser than that, the sparse "
         "call is faster than dense, routing included."

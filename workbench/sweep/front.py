@@ -74,7 +74,11 @@ def configuration(table: SweepTable, setting: str) -> VisualGenConfig:
 
 
 def front_table(found: Sequence[Point], metric: str, cost: str = "attention") -> Table:
-    """Every point, cheapest first: gain, quality, and whether the front and the gates keep it."""
+    """Every point, cheapest first: gain, quality, its place, and what speaks against it.
+
+    The place is ``front``, ``dominated`` (another one is at least as cheap and as good) or
+    ``control``, the floor: a gate that even the control misses says nothing about the others.
+    """
     best = pareto.front(found, metric)
     rows = [
         (
@@ -82,12 +86,19 @@ def front_table(found: Sequence[Point], metric: str, cost: str = "attention") ->
             f"{point.gain:.3g}",
             f"{point.quality:.4g}",
             f"{point.worst:.4g} .. {point.best:.4g}",
-            _verdict(point, best),
+            _place(point, best),
+            "; ".join(point.missed) or "—",
         )
         for point in sorted(found, key=lambda p: -p.gain)
     ]
-    columns = ("setting", "dense / sparse", f"{metric}, median", "worst .. best", "verdict")
+    quality = (f"{metric}, median", "worst .. best")
+    columns = ("setting", gain_name(cost), *quality, "place", "against it")
     return Table(columns, rows, caption=COSTS[cost][2])
+
+
+def gain_name(cost: str) -> str:
+    """What the gain is the ratio of, in a few words."""
+    return COSTS[cost][2].partition(" (")[0]
 
 
 def _backend(attention: AttentionConfig) -> str | None:
@@ -132,9 +143,7 @@ def _best(values: Sequence[float], metric: str) -> float:
     return max(values) if pareto.QUALITY[metric][1] else min(values)
 
 
-def _verdict(point: Point, best: Sequence[Point]) -> str:
+def _place(point: Point, best: Sequence[Point]) -> str:
     if point.control:
-        beyond = f"; no verdict by a gate that it misses: {', '.join(point.missed)}"
-        return f"control: the floor{beyond if point.missed else ''}"
-    place = "front" if point in best else "dominated"
-    return f"{place}; against it: {'; '.join(point.missed)}" if point.missed else place
+        return "control"
+    return "front" if point in best else "dominated"

@@ -16,6 +16,7 @@ from workbench.views.calibration import (
 from workbench.views.coarse import draw_coarse
 from workbench.views.cubes import cubes_size, draw_cubes, draw_slots
 from workbench.views.curve import draw_curve
+from workbench.views.distances import draw_distances
 from workbench.views.formats import draw_formats, draw_rounding
 from workbench.views.frames import draw_frames, frames_size
 from workbench.views.heads import draw_heads
@@ -49,6 +50,7 @@ __all__ = [
     "draw_cubes",
     "draw_curve",
     "draw_delivery",
+    "draw_distances",
     "draw_exact",
     "draw_fit",
     "draw_recall",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from blockattn import checks
 from workbench.views.style import FAINT, MUTED, QUERY, SMALL
 
 
@@ -25,8 +26,14 @@ def mark_frames(ax: Axes, edges: Sequence[float]) -> None:
         ax.text(x, 1.006, f"t {frame}", transform=ax.get_xaxis_transform(), **quiet)
 
 
-def mark_row(ax: Axes, query: int, key: int | None, columns: int) -> None:
-    """Frame around the chosen query block's row, an arrow beside it, a box around the key block."""
+def mark_row(ax: Axes, query: int, key: int | None, grid: tuple[int, int]) -> None:
+    """Frame around the chosen query block's row, an arrow beside it, a box around the key block.
+
+    Raises:
+        ValueError: a block outside the map of ``grid`` (query, key) blocks.
+    """
+    rows, columns = grid
+    checks.integer("query", query, maximum=rows - 1)
     width = 1.6 if columns <= 128 else 0.6
     row = Rectangle((-0.5, query - 0.5), columns, 1, fill=False, edgecolor=QUERY, linewidth=width)
     ax.add_patch(row)
@@ -43,6 +50,7 @@ def mark_row(ax: Axes, query: int, key: int | None, columns: int) -> None:
     )
     if key is None:
         return
+    checks.integer("key", key, maximum=columns - 1)
     size = max(1.0, columns / 40)
     corner = (key - size / 2, query - size / 2)
     ax.add_patch(Rectangle(corner, size, size, fill=False, edgecolor="white", linewidth=4))

@@ -53,7 +53,7 @@ def draw_route(
     label_blocks(ax, "block", title, pad=17 if len(frame_edges) > 2 else 6)
     mark_frames(ax, frame_edges)
     if query is not None:
-        mark_row(ax, query, key, grid.shape[1])
+        mark_row(ax, query, key, grid.shape)
 
 
 def _draw_pooled(ax: Axes, grid: np.ndarray) -> None:

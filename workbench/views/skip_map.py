@@ -39,4 +39,4 @@ def draw_skip(
     label_blocks(ax, "tile", title, pad=17 if len(frame_edges) > 2 else 6)
     mark_frames(ax, frame_edges)
     if query is not None:
-        mark_row(ax, query, key, grid.shape[1])
+        mark_row(ax, query, key, grid.shape)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from workbench import pareto, views
 from workbench.pareto import QUALITY, Gate, Point
 from workbench.sweep.choice import config_text
-from workbench.sweep.front import COSTS, front_table, points
+from workbench.sweep.front import COSTS, front_table, gain_name, points
 from workbench.sweep.table import SweepTable, load
 from workbench.views.pareto import pareto_spots
 from workbench.views.style import QUERY
@@ -56,7 +56,7 @@ class SweepExplorer(Panel):
     def _make_controls(self, gates: str) -> None:
         small = {"layout": {"width": "200px"}, "style": {"description_width": "60px"}}
         self.metric = widgets.Dropdown(options=measured(self.table), description="Quality", **small)
-        costs = [(words.partition(" (")[0], name) for name, (_, _, words) in COSTS.items()]
+        costs = [(gain_name(name), name) for name in COSTS]
         self.cost = widgets.Dropdown(
             options=costs,
             description="Gain",
@@ -143,7 +143,7 @@ class SweepExplorer(Panel):
         lines = sweep_texts.describe_sweep(self.table, found, metric, cost)
         png, places = self._maker.draw(found, metric, gates, cost, self.setting.value)
         spots = [
-            Spot(point.name, x, y, sweep_texts.card(self.table, point, metric))
+            Spot(point.name, x, y, sweep_texts.card(self.table, point, metric, cost))
             for point, x, y in places
         ]
         self._spots.show(png, f"Cost and quality of every setting. {' '.join(lines)}", spots)

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from workbench import pareto, show
 from workbench.pareto import QUALITY, Point
-from workbench.sweep.front import COSTS
+from workbench.sweep.front import COSTS, gain_name
 from workbench.sweep.store import Store
 from workbench.sweep.table import SweepTable
 from workbench.views.table import Table
 
 
-def card(table: SweepTable, point: Point, metric: str) -> str:
+def card(table: SweepTable, point: Point, metric: str, cost: str) -> str:
     """Everything about a point: gain, quality, verdict, full configuration, sampler."""
     case, value = table.of(point.name)[0], _with_unit(point.quality, metric)
     ahead = [
         point.name,
-        f"dense / sparse: {point.gain:.3g}",
+        f"{gain_name(cost)}: {point.gain:.3g}",
         f"{metric}: {value} ({point.worst:.4g} .. {point.best:.4g}, "
         f"{len(table.of(point.name))} videos)",
         *(f"against it: {reason}" for reason in point.missed),
