@@ -27,8 +27,8 @@ from workbench.capture import (
 )
 from workbench.capture.background import BackgroundWriter, host_bytes
 from workbench.capture.memory import SLACK
-from workbench.capture.recorder import Recorder
-from workbench.models import AttentionCall
+from workbench.capture.recorder import Recorder, SamplingPlan, record_sampling
+from workbench.models import AttentionCall, DiTConfig, VideoDiT, dense_attention
 
 GRID = TokenGrid((5, 6, 7))  # 210 tokens: three whole blocks of 64 and 18
 SELECTION = Selection(heads=(0, 1, 4, 5), query_blocks=(1, 3))
@@ -196,6 +196,23 @@ def interrupted(path: Path, count: int = 2, **changes) -> None:
     feed(recorder, spec(**changes), ENTRIES[:count])
     failure = RuntimeError("no more power")
     recorder.__exit__(RuntimeError, failure, None)
+
+
+def test_a_sampling_that_broke_off_is_recorded_to_the_end_by_a_second_one(tmp_path: Path):
+    torch.manual_seed(0)
+    model = VideoDiT(DiTConfig(depth=2, width=32, head_dim=16)).eval()
+    plan = SamplingPlan((0, 1), (0, 2), grid=(2, 3, 4), steps=3, query_blocks=(0,))
+
+    def breaks(q, k, v, call: AttentionCall) -> torch.Tensor:
+        if call.step == 2:
+            raise RuntimeError("no more power")
+        return dense_attention(q, k, v, call)
+
+    with pytest.raises(RuntimeError, match="no more power"):
+        record_sampling(model, plan, tmp_path / "a", attention=breaks)
+    broken = record_sampling(model, plan, tmp_path / "a", resume=True)
+    whole = record_sampling(model, plan, tmp_path / "b")
+    assert broken.path.read_bytes() == whole.path.read_bytes()
 
 
 def test_what_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
