@@ -27,7 +27,7 @@ from workbench.diffusers.folder import open_pipeline
 from workbench.diffusers.tiny_wan import tiny_wan, tiny_wan_pipeline, wan_pipeline
 from workbench.export import export_config
 from workbench.profiles.compare import compare
-from workbench.profiles.pipeline import PipelineVideo
+from workbench.profiles.pipeline import PipelineVideo, spread
 from workbench.profiles.profile import Profile, read_text
 from workbench.profiles.understood import understand
 from workbench.profiles.verdict import verdict
@@ -172,22 +172,25 @@ def test_settings_are_refused_before_anything_runs(
 
 
 def test_an_observed_recording_is_a_capture_of_the_dense_run(wan: PipelineVideo, tmp_path: Path):
-    spec = wan.capture_spec([(0, 1), (1, 3)], title="mine", prompt="a")
+    spec = wan.capture_spec(2, 2, 9, title="mine", prompt="a")
     with Recorder(tmp_path / "c.safetensors", spec) as recorder:
         with attach(wan.pipe, None, observe=recorder.observe):
             video = wan.run("a", 0)
     assert torch.equal(video, wan.run("a", 0))
     capture = open_capture(tmp_path / "c.safetensors")
-    assert capture.entries == [(0, 1), (1, 3)]
+    assert capture.entries == [(0, 0), (0, 3), (1, 0), (1, 3)]
     assert capture.time(1, 3) == pytest.approx(wan.seen.times[3])
-    assert capture.load(0, 1).q.shape == (1, 192, 2, 32)
+    assert capture.load(0, 3).q.shape == (1, 192, 2, 32)
 
 
-def test_a_capture_of_a_step_that_is_not_there_is_refused(wan: PipelineVideo):
-    with pytest.raises(ValueError, match="step=4"):
-        wan.capture_spec([(0, 4)])
-    with pytest.raises(ValueError, match="layer=2"):
-        wan.capture_spec([(2, 0)])
+def test_a_capture_keeps_calls_and_heads_that_are_evenly_spread(wan: PipelineVideo):
+    spec = wan.capture_spec(1, 3, 1)
+    assert spec.entries == ((1, 0), (1, 2), (1, 3))
+    assert spec.selection.heads == (1,)
+    assert spread(40, 4) == (0, 13, 26, 39)
+    assert spread(3, 9) == (0, 1, 2)
+    with pytest.raises(ValueError, match="wanted=0"):
+        spread(3, 0)
 
 
 # -- folders ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,18 @@ def _saved(path: Path, dtype: torch.dtype) -> Any:
         name: None for name, value in index.items() if isinstance(value, list) and value[0] is None
     }
     return diffusers_package().DiffusionPipeline.from_pretrained(
-        path, local_files_only=True, **{dtype_argument(): dtype}, **absent
+        path, local_files_only=True, **{dtype_argument(): _dtypes(index, absent, dtype)}, **absent
     )
+
+
+def _dtypes(
+    index: Mapping[str, Any], absent: Mapping[str, None], dtype: torch.dtype
+) -> torch.dtype | dict[str, torch.dtype]:
+    """Wan's decoder stays in float32, as its makers run it; its pipeline converts the latents."""
+    wan = str(index.get("_class_name", "")).startswith("Wan")
+    if not wan or "vae" not in index or "vae" in absent:
+        return dtype
+    return {"default": dtype, "vae": torch.float32}
 
 
 def _around(path: Path, dtype: torch.dtype) -> Any:

@@ -35,12 +35,21 @@ def wan_pipeline(transformer: Any, transformer_2: Any = None) -> Any:
 
 
 def tiny_wan(
-    *, layers: int = 3, heads: int = 2, head_dim: int = 64, text_dim: int = 32, seed: int = 0
+    *,
+    layers: int = 3,
+    heads: int = 2,
+    head_dim: int = 64,
+    text_dim: int = 32,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A random transformer of the architecture of Wan, small enough for a CPU.
 
     Queries and keys are scaled up: with fresh weights attention is nearly uniform, and no block
     stands out.
+
+    Args:
+        layers, heads, head_dim, text_dim: its size. seed: of the weights. dtype: of all of them.
     """
     diffusers = diffusers_package()
     with torch.random.fork_rng():
@@ -59,14 +68,17 @@ def tiny_wan(
         for block in model.blocks:
             for norm in (block.attn1.norm_q, block.attn1.norm_k):
                 norm.weight.mul_(2)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return torch.nn.Module.to(
+        model, dtype
+    )  # its own `to` warns of what keeps float32 in a checkpoint
 
 
-def tiny_wan_pipeline(**size: Any) -> Any:
+def tiny_wan_pipeline(**options: Any) -> Any:
     """A tiny random pipeline of two transformers, as Wan 2.2 has them.
 
     Args:
-        size: of :func:`tiny_wan`.
+        options: of :func:`tiny_wan`, but the seed.
     """
-    first, second = (tiny_wan(**size, seed=seed) for seed in (0, 1))
+    first, second = (tiny_wan(**options, seed=seed) for seed in (0, 1))
     return wan_pipeline(first, second)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from workbench.calibrate.options import parse_seeds
 from workbench.devices import choose_device
 from workbench.diffusers.folder import CONFIG, INDEX, open_pipeline
+from workbench.diffusers.tiny_wan import tiny_wan_pipeline
 from workbench.models import load_model
 from workbench.paths import BUNDLED_WEIGHTS, data_dir
 from workbench.profiles.pipeline import PipelineVideo
@@ -17,6 +18,42 @@ from workbench.profiles.tiny import TinyVideo
 from workbench.profiles.video import VideoModel
 
 GRID, STEPS, PROMPT = "8,16,16", 8, "disc"  # of the small model
+TINY_SIZE, TINY_STEPS = (21, 128, 256), 4  # 6 x 8 x 16 = 768 tokens
+
+
+def pipeline(
+    folder: str | Path | None = None,
+    *,
+    size: tuple[int, int, int] | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    device: str = "auto",
+) -> PipelineVideo:
+    """A pipeline from a folder, or a tiny random Wan pipeline of two transformers.
+
+    Args:
+        folder: of a pipeline or Wan transformer on this machine; ``None`` is the tiny one.
+        size, steps, guidance: as of :class:`PipelineVideo`; ``None`` is the pipeline's own default,
+            and of the tiny one values for a CPU.
+        device: ``auto``, ``cpu`` or ``cuda``. Weights are bfloat16 on a GPU, else float32.
+
+    Raises:
+        FileNotFoundError, ValueError, ModuleNotFoundError: as of
+            :func:`workbench.diffusers.folder.open_pipeline`.
+    """
+    place = choose_device(device)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    if folder is not None:
+        pipe = open_pipeline(folder, device=place, dtype=dtype)
+        return PipelineVideo(pipe, Path(folder).name, size, steps, guidance)
+    pipe = tiny_wan_pipeline(dtype=dtype).to(place)
+    return PipelineVideo(
+        pipe,
+        "tiny random Wan",
+        size or TINY_SIZE,
+        TINY_STEPS if steps is None else steps,
+        1.0 if guidance is None else guidance,
+    )
 
 
 @dataclass(frozen=True)
@@ -53,11 +90,18 @@ class Choice:
         Raises:
             FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: an option does not fit.
         """
-        place = choose_device(self.device)
         if self.folder is not None:
-            return self._pipeline(self.folder, place)
+            size = None if self.size is None else _three("--size", self.size)
+            made = pipeline(
+                self.folder,
+                size=size,
+                steps=self.steps,
+                guidance=self.guidance,
+                device=self.device,
+            )
+            return replace(made, gate=self.gate, impl=self.impl)
         return TinyVideo(
-            load_model(self.weights, device=place),
+            load_model(self.weights, device=choose_device(self.device)),
             grid=_three("--grid", self.grid or GRID),
             steps=STEPS if self.steps is None else self.steps,
             guidance=1.0 if self.guidance is None else self.guidance,
@@ -84,14 +128,6 @@ class Choice:
             return {"weights": self.weights or data_dir() / BUNDLED_WEIGHTS}
         names = (INDEX, CONFIG, f"transformer/{CONFIG}", f"transformer_2/{CONFIG}")
         return {name: self.folder / name for name in names if (self.folder / name).is_file()}
-
-    def _pipeline(self, folder: Path, place: torch.device) -> PipelineVideo:
-        dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-        pipe = open_pipeline(folder, device=place, dtype=dtype)
-        size = None if self.size is None else _three("--size", self.size)
-        return PipelineVideo(
-            pipe, folder.name, size, self.steps, self.guidance, self.gate, self.impl
-        )
 
 
 def _three(name: str, text: str) -> tuple[int, int, int]:

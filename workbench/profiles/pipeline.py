@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blockattn import TokenGrid, checks
 from workbench.attention import SparseAttention
-from workbench.capture import CaptureSpec
+from workbench.capture import CaptureSpec, Selection
 from workbench.config.checkpoint import read_calibration
 from workbench.diffusers import attach
 from workbench.diffusers.families import family_of
@@ -197,26 +197,27 @@ class PipelineVideo:
         return Run(video, self._has("vae"), tuple(attached.records), seconds, tuple(told))
 
     def capture_spec(
-        self, entries: Sequence[tuple[int, int]], *, title: str = "", **details: str
+        self, layers: int, steps: int, heads: int, *, title: str = "", **details: str
     ) -> CaptureSpec:
-        """What a capture of (layer, step) calls will hold.
+        """What a capture of evenly spread calls will hold, and so how large it will be.
 
         Args:
-            entries: calls to keep. title, details: what the file says about itself.
-
-        Raises:
-            ValueError, TypeError: a layer or step that a sampling does not have.
+            layers, steps, heads: how many of each; all where the model has no more.
+            title, details: what the file says about itself.
         """
-        layers, steps = len(self.module_names), len(self.seen.times)
-        for layer, step in entries:
-            checks.integer("layer", layer, maximum=layers - 1)
-            checks.integer("step", step, maximum=steps - 1)
+        seen = self.seen
+        entries = tuple(
+            (layer, step)
+            for layer in spread(len(self.module_names), layers)
+            for step in spread(len(seen.times), steps)
+        )
         return CaptureSpec(
-            grid=self.seen.grid,
-            entries=tuple(entries),
-            heads=self.seen.heads,
-            head_dim=self.seen.head_dim,
+            grid=seen.grid,
+            entries=entries,
+            heads=seen.heads,
+            head_dim=seen.head_dim,
             title=title or self.title,
+            selection=Selection(None if heads >= seen.heads else spread(seen.heads, heads)),
             details={"model": self.title, **details},
         )
 
@@ -276,6 +277,19 @@ class PipelineVideo:
         generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
         made = torch.randn(1, TEXT_TOKENS, width, generator=generator)
         return made.to(self._part.device, self._part.dtype)
+
+
+def spread(count: int, wanted: int) -> tuple[int, ...]:
+    """Indices below count, evenly spread, the first and the last among them.
+
+    Raises:
+        ValueError: fewer than one is wanted.
+    """
+    checks.integer("wanted", wanted, minimum=1)
+    if wanted == 1:
+        return (count // 2,)
+    number = min(count, wanted)
+    return tuple(round(n * (count - 1) / max(1, number - 1)) for n in range(number))
 
 
 class _Enough(Exception):

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from workbench.profiles.compare import (
@@ -22,9 +20,10 @@ from workbench.profiles.understood import understood_table
 from workbench.profiles.verdict import verdict
 from workbench.profiles.video import VideoModel
 from workbench.sweep.statistics import CONFIDENCE, FEWEST
-from workbench.terminal import plain_table
+from workbench.views.table import Table
 
-METRICS = ("relative_l2", "psnr", "ssim")
+TITLES = {"relative_l2": "relative L2", "psnr": "PSNR dB", "ssim": "SSIM"}
+METRICS = tuple(TITLES)
 
 
 def show_understood(profiles: Sequence[Profile], model: VideoModel, console: Console) -> None:
@@ -39,12 +38,8 @@ def show_understood(profiles: Sequence[Profile], model: VideoModel, console: Con
 
 def show(found: Comparison, console: Console) -> None:
     """Everything a reader needs to judge the verdict, and the verdict last."""
-    console.print(distance_table(found))
-    for line in meaning(found):
-        console.print(line, style="dim", soft_wrap=True, markup=False)
-    console.print()
-    console.print(ran_table(found))
-    for line in between(found):
+    lines = [f"{distance_table(found)!r}", *meaning(found), "", f"{ran_table(found)!r}"]
+    for line in (*lines, *between(found)):
         console.print(line, soft_wrap=True, markup=False)
     for line in alarms(found):
         text = Text("warning: ", style="bold yellow")
@@ -54,41 +49,31 @@ def show(found: Comparison, console: Console) -> None:
 
 def distance_table(found: Comparison) -> Table:
     """A line for each name: means over prompts x seeds, and the difference from the control."""
+    shown = [metric for metric in METRICS if found.mean(OTHER_SEED, metric) is not None]
+    rows = []
+    for name in (CONTROL, *found.names, OTHER_SEED):
+        own = name in found.names
+        above = _difference(found.difference(name, CONTROL, METRICS[0])) if own else "-"
+        metrics = [_mean(found, name, metric) for metric in shown]
+        rows.append((name, *metrics, above, *_cost(found, name)))
+    titles = [TITLES[metric] for metric in shown]
+    columns = ("", *titles, "relative L2 above the control", "density", "seconds")
     count = len(found.pairs)
     pairs = "pair" if count == 1 else "pairs"
-    table = plain_table(f"Distance from dense, mean of {count} {pairs} of prompt and seed")
-    table.add_column("")
-    shown = [metric for metric in METRICS if found.mean(CONTROL, metric) or metric == METRICS[0]]
-    heads = {"relative_l2": "relative L2", "psnr": "PSNR\ndB", "ssim": "SSIM"}
-    for metric in shown:
-        table.add_column(heads[metric], justify="right")
-    table.add_column("relative L2\nabove the control", justify="right")
-    table.add_column("density", justify="right")
-    table.add_column("seconds", justify="right")
-    for name in (CONTROL, *found.names, OTHER_SEED):
-        metrics = [_mean(found, name, metric) for metric in shown]
-        above = "-"
-        if name in found.names:
-            above = _difference(found.difference(name, CONTROL, METRICS[0]))
-        table.add_row(escape(name), *metrics, above, *_cost(found, name))
-    return table
+    return Table(columns, rows, f"Distance from dense, mean of {count} {pairs} of prompt and seed")
 
 
 def ran_table(found: Comparison) -> Table:
     """Where the calls of every name went, over all pairs; densities per step of the first."""
-    table = plain_table("What ran")
-    table.add_column("")
-    for name in ("sparse\ncalls", "intended\ndense", "ineligible"):
-        table.add_column(name, justify="right")
-    table.add_column("ran")
-    table.add_column("density per step")
+    rows = []
     for name in (DENSE, CONTROL, *found.names):
         runs = [pair.runs[name] for pair in found.pairs]
         kinds = ("sparse", "dense", "ineligible")
-        counts = [str(sum(run.count(kind) for run in runs)) for kind in kinds]
+        counts = [sum(run.count(kind) for run in runs) for kind in kinds]
         steps = " ".join(f"{density:.2f}" for density in runs[0].densities)
-        table.add_row(escape(name), *counts, escape(runs[0].ran), steps)
-    return table
+        rows.append((name, *counts, runs[0].ran, steps))
+    columns = ("", "sparse calls", "meant to be dense", "ineligible", "ran", "density per step")
+    return Table(columns, rows, "What ran")
 
 
 def meaning(found: Comparison) -> Iterable[str]:
@@ -121,7 +106,7 @@ def between(found: Comparison) -> list[str]:
     for metric in METRICS:
         gap = found.difference(one, other, metric)
         if gap is not None:
-            lines.append(f"{metric} of {one} minus {other}: {_difference(gap, markup=False)}")
+            lines.append(f"{metric} of {one} minus {other}: {_difference(gap)}")
     return lines
 
 
@@ -152,10 +137,10 @@ def _cost(found: Comparison, name: str) -> tuple[str, str]:
     return ("-" if math.isnan(density) else f"{density:.3f}"), f"{seconds:.1f}"
 
 
-def _difference(gap: Difference | None, *, markup: bool = True) -> str:
+def _difference(gap: Difference | None) -> str:
     if gap is None:
         return "-"
     text = f"{gap.values.mean:+.3g}"
-    if gap.interval is not None:
-        text = f"{text} [{gap.interval[0]:+.3g}, {gap.interval[1]:+.3g}]"
-    return escape(text) if markup else text
+    if gap.interval is None:
+        return text
+    return f"{text} [{gap.interval[0]:+.3g}, {gap.interval[1]:+.3g}]"
