@@ -328,7 +328,8 @@ def test_the_axes_above_a_chart_hold_lambda_and_the_scale_factor():
 def test_a_schedule_is_dense_at_or_above_the_cutoff(cutoff, dense):
     ax = views.new_figure().subplots()
     views.draw_schedule(ax, [1.0, 0.5, 0.25], cutoff)
-    assert sum(line.get_marker() == "s" for line in ax.lines) == dense
+    squares = [len(line.get_xdata()) for line in ax.lines if line.get_marker() == "s"]
+    assert squares == [dense]
     assert f"{dense} dense" in texts(ax)
     assert f"{dense} of 3 steps are dense" in views.describe_schedule([1.0, 0.5, 0.25], cutoff)
 
