@@ -1,5 +1,7 @@
 """The smallest kernel in CuTe DSL: language and compiler alone. `cute_lane.py` compiles it."""
 
+import tempfile
+
 import cutlass
 import cutlass.cute as cute
 
@@ -24,5 +26,6 @@ def compile_for(arch: str) -> str:
     """PTX for an architecture such as ``sm_90a``; the length stays open."""
     length = cute.sym_int()
     x, y = (cute.runtime.make_fake_compact_tensor(cutlass.Float32, (length,)) for _ in "xy")
-    made = cute.compile(launch, x, y, options=f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx")
-    return str(made.artifacts.PTX)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --dump-dir {folder}"
+        return str(cute.compile(launch, x, y, options=options).artifacts.PTX)
