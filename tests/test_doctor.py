@@ -211,6 +211,7 @@ def planted_report(*findings: Finding) -> Report:
             ImplementationStatus("cute", "flash-attn-4 is not installed"),
         ],
         findings=list(findings),
+        cute_lane="cute-latest",
     )
 
 
@@ -220,6 +221,7 @@ def test_json_has_the_documented_keys():
     assert shown["packages"] == {"torch": "2.13.0", "flash-attn-4": None}
     assert shown["gpus"] == [{"name": "H200", "capability": [9, 0], "memory_bytes": 141 * 2**30}]
     assert shown["implementations"][1]["why_not"] == "flash-attn-4 is not installed"
+    assert shown["cute_lane"] == "cute-latest"
     assert shown["findings"] == [{"level": "note", "topic": "gpu", "text": "text", "fix": None}]
 
 
@@ -235,6 +237,8 @@ def test_the_text_names_the_implementations_the_reasons_and_the_fix():
     shown = stream.getvalue()
     for expected in (
         "H200, capability 9.0, 141 GiB",
+        "CuTe lane",
+        "cute-latest",
         "no: flash-attn-4 is not installed",
         "error: torch is missing",
         "fix: pip install torch",

@@ -98,6 +98,7 @@ def machine_table(report: Report) -> Table:
         ("platform", report.platform),
         ("Python", report.python),
         ("CUDA of torch", report.torch_cuda or "none"),
+        ("CuTe lane", report.cute_lane or "none"),
         ("NVIDIA driver", report.driver or "none"),
         ("browser", report.chromium or "none"),
     ]
