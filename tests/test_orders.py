@@ -16,7 +16,7 @@ from workbench.capture import Capture, CaptureSpec, CaptureWriter, Selection, op
 from workbench.capture.recorder import SamplingPlan, record_sampling
 from workbench.config import SolAttnConfig, VideoSparseAttentionConfig
 from workbench.models import AttentionCall, DiTConfig, VideoDiT, dense_attention, sample
-from workbench.orders import order_effect
+from workbench.orders import OrderEffect, OrderRow, order_effect
 from workbench.synthetic import synthetic_qkv
 from workbench.views import draw_orders, new_figure, to_png
 
@@ -156,6 +156,20 @@ def test_density_and_error_are_those_of_every_head(tmp_path: Path):
     mean = sum(row.density for row in effect.rows) / 2
     assert effect.lines("tile")[0].density == pytest.approx(mean)
     assert effect.impls == ("eager",)
+    assert effect.lines("tile", 0) == effect.lines("tile")
+    with pytest.raises(ValueError, match=r"layer=3: the capture has layers \[0\]"):
+        effect.lines("tile", 3)
+
+
+def test_layers_may_differ_so_each_is_told():
+    rows = [
+        OrderRow("tile", layer, 0, 0, 0, 1.0, density, error)
+        for layer, density, error in ((2, 0.25, 0.125), (5, 0.75, 0.375))
+    ]
+    effect = OrderEffect("a", TokenGrid((8, 16, 16)), ("tile",), (1.0,), rows, ("eager",))
+    assert effect.layers == [2, 5]
+    assert effect.lines("tile", 5) == [("tile", 1.0, 0.75, 0.375)]
+    assert effect.lines("tile") == [("tile", 1.0, 0.5, 0.25)]
 
 
 @pytest.mark.parametrize(

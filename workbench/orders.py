@@ -38,7 +38,7 @@ class OrderRow(NamedTuple):
 
 
 class OrderLine(NamedTuple):
-    """Mean over layers, steps, samples and heads."""
+    """Mean over steps, samples and heads, and over layers where none is named."""
 
     order: str
     tau: float
@@ -64,10 +64,17 @@ class OrderEffect:
     rows: list[OrderRow]
     impls: tuple[str, ...]
 
-    def lines(self, order: str) -> list[OrderLine]:
-        """Means at every tau, in the order of the taus."""
+    @property
+    def layers(self) -> list[int]:
+        return sorted({row.layer for row in self.rows})
+
+    def lines(self, order: str, layer: int | None = None) -> list[OrderLine]:
+        """Means at every tau, in the order of the taus; of one layer, or of all."""
         checks.one_of("order", order, self.orders)
-        return [self._line(order, tau) for tau in self.taus]
+        if layer is not None and layer not in self.layers:
+            raise ValueError(f"layer={layer}: the capture has layers {self.layers}")
+        chosen = [r for r in self.rows if r.order == order and layer in (None, r.layer)]
+        return [_line(order, tau, [row for row in chosen if row.tau == tau]) for tau in self.taus]
 
     def extent(self, order: str) -> tuple[float, float, float]:
         """Mean size along (t, h, w) of the box around a block of 64 tokens."""
@@ -75,12 +82,6 @@ class OrderEffect:
         video = boxes[boxes[:, 1] > 0]
         sizes = (video[:, 1::2] - video[:, ::2]).mean(axis=0)
         return float(sizes[0]), float(sizes[1]), float(sizes[2])
-
-    def _line(self, order: str, tau: float) -> OrderLine:
-        chosen = [row for row in self.rows if (row.order, row.tau) == (order, tau)]
-        density = sum(row.density for row in chosen) / len(chosen)
-        error = sum(row.relative_l2 for row in chosen) / len(chosen)
-        return OrderLine(order, tau, density, error)
 
 
 def order_effect(
@@ -139,3 +140,9 @@ def _rows(order: str, call: QKV, tau: float, density: Tensor, error: Tensor) -> 
         for batch, heads in enumerate(zip(density, error))
         for head, (d, e) in enumerate(zip(*heads))
     ]
+
+
+def _line(order: str, tau: float, rows: list[OrderRow]) -> OrderLine:
+    density = sum(row.density for row in rows) / len(rows)
+    error = sum(row.relative_l2 for row in rows) / len(rows)
+    return OrderLine(order, tau, density, error)

@@ -11,8 +11,9 @@ from rich.table import Table
 from blockattn import BLOCK
 from workbench.capture import open_capture
 from workbench.devices import choose_device
-from workbench.orders import OrderEffect, order_effect
+from workbench.orders import OrderEffect, OrderLine, order_effect
 from workbench.terminal import plain_table, recording_console
+from workbench.tune.run import DEFAULT_TAU
 from workbench.views import draw_orders, new_figure, save
 
 WIDTH = 110
@@ -64,7 +65,9 @@ def _print(effect: OrderEffect, screen: Console) -> None:
         f"Sol-Attn by {', '.join(effect.impls)}, mean over {calls} calls and their heads; density: "
         f"exact blocks of {BLOCK} / all; error: relative L2 against dense, the same in every order"
     )
-    screen.print(_table(effect))
+    screen.print(_by_tau(effect))
+    if len(effect.layers) > 1:
+        screen.print(_by_layer(effect))
     for order in effect.orders:
         t, h, w = effect.extent(order)
         screen.print(
@@ -72,14 +75,31 @@ def _print(effect: OrderEffect, screen: Console) -> None:
         )
 
 
-def _table(effect: OrderEffect) -> Table:
-    table = plain_table("Density and error in each token order")
-    table.add_column("tau", justify="right")
+def _by_tau(effect: OrderEffect) -> Table:
+    table = _headed("Density and error in each token order", "tau", effect)
+    for at, tau in enumerate(effect.taus):
+        table.add_row(f"{tau:g}", *_cells([effect.lines(order)[at] for order in effect.orders]))
+    return table
+
+
+def _by_layer(effect: OrderEffect) -> Table:
+    """At the tau nearest to the method's default: one order serves all layers of a model."""
+    at = min(range(len(effect.taus)), key=lambda n: abs(effect.taus[n] - DEFAULT_TAU))
+    table = _headed(f"Layer by layer at tau = {effect.taus[at]:g}", "layer", effect)
+    for layer in effect.layers:
+        lines = [effect.lines(order, layer)[at] for order in effect.orders]
+        table.add_row(str(layer), *_cells(lines))
+    return table
+
+
+def _headed(title: str, first: str, effect: OrderEffect) -> Table:
+    table = plain_table(title)
+    table.add_column(first, justify="right")
     for order in effect.orders:
         table.add_column(f"{order}\ndensity", justify="right")
         table.add_column("\nerror", justify="right")
-    for at, tau in enumerate(effect.taus):
-        lines = [effect.lines(order)[at] for order in effect.orders]
-        cells = [f"{x:.4f}" for line in lines for x in (line.density, line.relative_l2)]
-        table.add_row(f"{tau:g}", *cells)
     return table
+
+
+def _cells(lines: Sequence[OrderLine]) -> list[str]:
+    return [f"{x:.4f}" for line in lines for x in (line.density, line.relative_l2)]
