@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import papermill
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -26,6 +27,7 @@ from workbench.diffusers import attach, package
 from workbench.diffusers.folder import open_pipeline
 from workbench.diffusers.tiny_wan import tiny_wan, tiny_wan_pipeline, wan_pipeline
 from workbench.export import export_config
+from workbench.paths import notebooks_dir
 from workbench.profiles.compare import compare
 from workbench.profiles.pipeline import PipelineVideo, spread
 from workbench.profiles.profile import Profile, read_text
@@ -280,3 +282,26 @@ def test_size_is_for_a_pipeline_alone(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("0-1=0.0")
     done = invoke(tmp_path / "mine.txt", "--size", "1,2,3")
     assert "is for a --model FOLDER alone" in str(done.exception)
+
+
+# -- the notebook -------------------------------------------------------------------------------
+
+
+def test_sizes_that_are_not_given_are_the_pipelines_own(saved: Path):
+    model = PipelineVideo(open_pipeline(saved))
+    assert model.seen.grid.shape == (21, 30, 52)  # 81 frames of 480 x 832 pixels
+    assert len(model.seen.times) == 50
+
+
+def test_the_notebook_needs_one_path_for_a_checkpoint(saved: Path, tmp_path: Path):
+    given = {"MODEL": str(saved), "OUT": str(tmp_path), "SIZE": [21, 128, 256], "STEPS": 2}
+    made = papermill.execute_notebook(
+        str(notebooks_dir() / "10_your_own_model.ipynb"),
+        str(tmp_path / "out.ipynb"),
+        given,
+        progress_bar=False,
+    )
+    printed = "".join(out.get("text", "") for cell in made.cells for out in cell.get("outputs", ()))
+    assert "tiny-wan: WanPipeline, transformer and transformer_2 of 2 layers" in printed
+    assert "than flat" in printed or "than late" in printed
+    assert (tmp_path / "mine.safetensors").is_file()

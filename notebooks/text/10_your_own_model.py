@@ -88,12 +88,11 @@ left, right = figure.subplots(1, 2)
 views.draw_curve(
     left, tuned.curve.values, tuned.curve.per_head.flatten(0, -2), title="density, a line per head"
 )
-lines = tuned.lines()
+errors = [[row.relative_l2 for row in tuned.rows if row.value == tau] for tau in tuned.values]
 views.draw_curve(
     right,
-    [line.value for line in lines],
-    torch.tensor([[line.error for line in lines], [line.error_max for line in lines]]),
-    labels=["mean", "largest"],
+    tuned.values,
+    torch.tensor(errors).T,
     ylabel="relative L2 error",
     title=f"error of real calls; tau {tuned.choice.value:.3f} is chosen",
 )

@@ -18,7 +18,7 @@ from workbench.config import AttentionConfig, SolAttnConfig
 from workbench.profiles.profile import Profile
 from workbench.profiles.video import Run, VideoModel, distance
 from workbench.quality import Statistics, over_seeds
-from workbench.sample.run import Quality
+from workbench.sample.run import Quality, flags_of
 from workbench.sweep.statistics import FEWEST, bootstrap
 
 DENSE, CONTROL, OTHER_SEED = "dense", "dense_control", "other_seed"
@@ -147,21 +147,10 @@ def videos(profiles: Sequence[Profile], prompts: Sequence[str], seeds: Sequence[
 
 def flags(name: str, run: Run, dense: Run, *, sparse: bool) -> list[str]:
     """What makes a run worthless or misleading, in words; empty when there is nothing."""
-    found: list[str] = []
-    if not bool(torch.isfinite(run.video).all()):
-        found.append("NOT FINITE: the video holds NaN or infinite values")
+    found = flags_of(run.video, run.records, dense.video, sparse=sparse)
     served = [record.density for record in run.records if record.kind == "sparse"]
     if name == CONTROL and any(density != 1 for density in served):
         found.append("NOT EXACT: the control left blocks out, so the floor is too high")
-    if sparse and not served:
-        found.append("RAN DENSE EVERYWHERE: no call was sparse")
-    elif sparse and min(served) == 1.0:
-        found.append(f"SKIPPED NOTHING: all {len(served)} sparse calls have density 1")
-    if sparse and torch.equal(run.video, dense.video):
-        found.append("EQUALS DENSE bit for bit: this is no test of sparsity")
-    if run.count("ineligible"):
-        why = ", ".join(sorted({r.reason for r in run.records if r.kind == "ineligible"}))
-        found.append(f"WENT DENSE UNASKED: {run.count('ineligible')} calls ({why})")
     return [*found, *run.warnings]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -264,18 +265,41 @@ def compare(video: Tensor, reference: Tensor, lpips: Score | None = None) -> Qua
 
 def flags(sampled: Sampled, reference: Tensor) -> list[str]:
     """What makes a row worthless or misleading, in words; empty when there is nothing."""
-    found: list[str] = []
-    if not bool(torch.isfinite(sampled.video).all()):
-        found.append("NOT FINITE: the video holds NaN or infinite values")
-    counts = sampled.counts
-    if counts is not None and sampled.variant.sparse:
-        served = [record.density for record in sampled.records if record.kind == "sparse"]
-        if not served:
-            found.append(f"RAN DENSE EVERYWHERE: {counts}")
-        elif min(served) == 1.0:
-            found.append(f"SKIPPED NOTHING: all {counts.sparse} sparse calls have density 1")
-        if torch.equal(sampled.video, reference):
-            found.append("EQUALS DENSE bit for bit: this is no test of sparsity")
-    if counts is not None and counts.ineligible:
-        found.append(f"WENT DENSE UNASKED: {counts}")
+    found = flags_of(sampled.video, sampled.records, reference, sparse=sampled.variant.sparse)
     return found + sampled.warnings
+
+
+def flags_of(
+    video: Tensor, records: Sequence[CallRecord], reference: Tensor, *, sparse: bool
+) -> list[str]:
+    """The same for any sampled video, warnings aside.
+
+    Args:
+        video, reference: of one shape; the dense video to compare with.
+        records: of its attention calls.
+        sparse: whether sparsity was asked for.
+    """
+    found: list[str] = []
+    if not bool(torch.isfinite(video).all()):
+        found.append("NOT FINITE: the video holds NaN or infinite values")
+    counts = counted(records)
+    if sparse:
+        if not counts.sparse:
+            found.append(f"RAN DENSE EVERYWHERE: {counts}")
+        elif all(record.density == 1.0 for record in records if record.kind == "sparse"):
+            found.append(f"SKIPPED NOTHING: all {counts.sparse} sparse calls have density 1")
+        if torch.equal(video, reference):
+            found.append("EQUALS DENSE bit for bit: this is no test of sparsity")
+    if counts.ineligible:
+        found.append(f"WENT DENSE UNASKED: {counts}")
+    return found
+
+
+def counted(records: Sequence[CallRecord]) -> CallCounts:
+    """Where the recorded calls went."""
+    kinds = Counter((record.kind, record.reason) for record in records)
+
+    def of(kind: str) -> dict[str, int]:
+        return {reason: n for (k, reason), n in kinds.items() if k == kind}
+
+    return CallCounts(sum(of("sparse").values()), of("dense"), of("ineligible"))

@@ -44,11 +44,19 @@ def draw_distances(
             mean = float(np.nanmean(row))
             ax.plot([column - 0.18, column + 0.18], [mean, mean], color=INK, linewidth=2.0)
             ax.annotate(
-                f"{mean:.3g}", (column + 0.22, mean), fontsize=SMALL, color=INK, va="center"
+                f"{mean:.3g}",
+                (column, mean),
+                (0, 9),
+                textcoords="offset points",
+                ha="center",
+                fontsize=SMALL,
+                color=INK,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
             )
     zero = (values == 0).sum(axis=1)
     labels = [f"{name}\n{n} equal" if n else name for name, n in zip(names, zero)]
     tidy(ax, xlabel="", ylabel=ylabel, title=title)
     ax.set_yscale("log")
+    ax.margins(y=0.1)
     ax.set_xticks(x, labels, fontsize=SMALL)
-    ax.set_xlim(-0.5, len(names) - 0.3)
+    ax.set_xlim(-0.5, len(names) - 0.5)
