@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 8. Bring a capture of your own
 #
-# ← [7. Sweep, front and export](07_sweep_pareto_export.ipynb)
+# ← [7. Sweep, front and export](07_sweep_pareto_export.ipynb)  ·  [10. Your own model](10_your_own_model.ipynb) →
 #
 # **What you learn.** How to record q, k and v of your model's attention calls without changing what it samples, what a
 # capture file says about itself, and how to look at it, tune on it, time it on your machine and leave with a
