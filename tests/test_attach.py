@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,6 +239,15 @@ def test_a_model_none_of_whose_layers_can_be_attached_is_refused():
 def test_vsa_among_text_tokens_is_refused(case: Case):
     with pytest.raises(UnsupportedError, match="text tokens attend in the same sequence"):
         workbench.attach(case.model(), VSA, gate="zero")
+
+
+def test_a_model_with_ring_attention_is_refused():
+    model = WAN.model()
+    ring = SimpleNamespace(ring_degree=2, ulysses_degree=1)
+    for block in model.blocks:
+        block.attn1.processor._parallel_config = SimpleNamespace(context_parallel_config=ring)
+    with pytest.raises(UnsupportedError, match=r"ring_degree=2: .* all keys"):
+        workbench.attach(model, SOL)
 
 
 @pytest.mark.parametrize(

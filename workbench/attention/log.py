@@ -105,6 +105,12 @@ def _tally(counts: Tensor, slot: int) -> None:
     counts[slot] += 1
 
 
+@torch.compiler.assume_constant_result
+def _warn(message: str) -> None:
+    """Dynamo cannot trace a warning; like this it gives it when it traces, and keeps one graph."""
+    warnings.warn(message, stacklevel=5)
+
+
 class CallLog:
     """Counters, records and what has been warned of, of one attention object.
 
@@ -162,7 +168,7 @@ class CallLog:
         """Warns at the first call with this key, until the next reset."""
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(message, stacklevel=4)
+            _warn(message)
 
     def reset(self) -> None:
         """Forgets calls, records and warnings, for example after a warm-up."""
