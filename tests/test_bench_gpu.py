@@ -21,9 +21,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from blockattn.impl import cute, registry
+from blockattn.impl import cute, flash, registry
 from blockattn.impl import triton as kernels
 from blockattn.impl.cute.variant import Variant
+from blockattn.problem import make_problem
 from workbench.bench import (
     compile_rows,
     figure,
@@ -438,6 +439,14 @@ def test_a_library_that_fails_is_named_and_a_broken_import_is_loud():
     assert found.reason == "fails here: RuntimeError: no kernel for this GPU"
     with pytest.raises(AttributeError):
         peers.attempt(raises(AttributeError("renamed")))
+
+
+def test_a_library_that_its_adapter_refuses_is_absent_with_every_reason():
+    q = torch.randn(1, 64, 1, 16)
+    found = peers.attempt(lambda: peers._adapter(flash, make_problem(q, q, q)))
+    assert isinstance(found, peers.Absent)
+    assert "needs a CUDA GPU" in found.reason
+    assert "head dim 16" in found.reason
 
 
 def test_without_a_gpu_only_torch_is_a_peer():
