@@ -1,11 +1,13 @@
-"""Online softmax on the accumulators of one warp group: masks, update, finish (CuTe DSL).
+"""Online softmax on the accumulators of one warp group: masks, vote, update, finish (CuTe DSL).
 
 A thread of a warp group holds two rows of a 64-row tile; four neighbouring threads share a row. The
-maximum m is kept in raw units (q . k) and is the same in the four; the sum l is a share of each
-thread until :func:`finish` adds the shares up.
+reference m, a maximum or up to LAG below it, is kept in raw units (q . k) and is the same in the
+four; the sum l is a share of each thread until :func:`finish` adds the shares up.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -13,31 +15,36 @@ from cutlass import Float32, Int32, const_expr
 from quack import layout_utils
 
 LN_2 = 0.6931471805599453
+LAG = 8.0  # base-2 units by which a row's reference may trail its maximum
 SHARERS = 4  # threads of a row
 
 
-def new_state() -> tuple[cute.Tensor, cute.Tensor]:
-    """(m, l) of the two rows of a thread."""
-    return cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+def rows_of(x: Any) -> Any:
+    """An accumulator as the two rows of a thread."""
+    return layout_utils.reshape_acc_to_mn(x)
 
 
-def clear(m: cute.Tensor, l: cute.Tensor, acc: cute.Tensor) -> None:
+def per_row() -> Any:
+    """A float32 number for each of the two rows."""
+    return cute.make_rmem_tensor(2, Float32)
+
+
+def clear(m: Any, l: Any, acc: Any) -> None:
     """The state of rows that have seen no key."""
     m.fill(-Float32.inf)
     l.fill(0.0)
     acc.fill(0.0)
 
 
-def coordinates(thr_mma: cute.ThrMma, columns: int) -> cute.Tensor:
+def coordinates(thr_mma: Any, columns: int) -> Any:
     """(row, column) of every score of a thread, as its two rows."""
-    identity = cute.make_identity_tensor((64, columns))
-    return layout_utils.reshape_acc_to_mn(thr_mma.partition_C(identity))
+    return rows_of(thr_mma.partition_C(cute.make_identity_tensor((64, columns))))
 
 
 @cute.jit
-def keep_columns(scores: cute.Tensor, thr_mma: cute.ThrMma, valid: Int32):
+def keep_columns(scores: Any, thr_mma: Any, valid: Int32):
     """Scores of column ``valid`` and later become -inf."""
-    s = layout_utils.reshape_acc_to_mn(scores)
+    s = rows_of(scores)
     columns = cute.size(s, mode=[1])
     at = coordinates(thr_mma, columns * SHARERS)
     for j in cutlass.range_constexpr(columns):
@@ -47,9 +54,9 @@ def keep_columns(scores: cute.Tensor, thr_mma: cute.ThrMma, valid: Int32):
 
 
 @cute.jit
-def keep_past(scores: cute.Tensor, thr_mma: cute.ThrMma, shift: Int32):
+def keep_past(scores: Any, thr_mma: Any, shift: Int32):
     """Scores with column > row + ``shift``, which a causal query must not see, become -inf."""
-    s = layout_utils.reshape_acc_to_mn(scores)
+    s = rows_of(scores)
     columns = cute.size(s, mode=[1])
     at = coordinates(thr_mma, columns * SHARERS)
     for r in cutlass.range_constexpr(2):
@@ -59,9 +66,9 @@ def keep_past(scores: cute.Tensor, thr_mma: cute.ThrMma, shift: Int32):
 
 
 @cute.jit
-def keep_weighted(scores: cute.Tensor, weights: cute.Tensor):
+def keep_weighted(scores: Any, weights: Any):
     """Scores of columns with weight zero become -inf."""
-    s = layout_utils.reshape_acc_to_mn(scores)
+    s = rows_of(scores)
     for j in cutlass.range_constexpr(cute.size(s, mode=[1])):
         inside = weights[j] > 0.0
         for r in cutlass.range_constexpr(2):
@@ -69,67 +76,83 @@ def keep_weighted(scores: cute.Tensor, weights: cute.Tensor):
 
 
 @cute.jit
-def row_max(row: cute.Tensor, start: Float32) -> Float32:
-    """Largest score of a row and ``start``, over the threads that share the row."""
-    tops = [start, row[0]]
-    for j in cutlass.range_constexpr(1, cute.size(row)):
-        tops[j % 2] = cute.arch.fmax(tops[j % 2], row[j])
-    return cute.arch.warp_reduction_max(cute.arch.fmax(tops[0], tops[1]), threads_in_group=SHARERS)
+def largest(scores: Any) -> Any:
+    """Largest score of each row."""
+    s, found = rows_of(scores), per_row()
+    for r in cutlass.range_constexpr(2):
+        top = [s[r, 0], s[r, 1]]
+        for j in cutlass.range_constexpr(2, cute.size(s, mode=[1])):
+            top[j % 2] = cute.arch.fmax(top[j % 2], s[r, j])
+        found[r] = cute.arch.warp_reduction_max(
+            cute.arch.fmax(top[0], top[1]), threads_in_group=SHARERS
+        )
+    return found
 
 
 @cute.jit
-def row_sum(row: cute.Tensor, weights: cute.Tensor | None, start: Float32) -> Float32:
-    """``start`` plus the sum of a thread's share of a row, each element times its weight."""
-    sums = [start, Float32(0.0)]
+def _sum(row: Any, weights: Any, start: Float32) -> Float32:
+    """``start`` plus a thread's share of a row, each element times its weight."""
+    total = [start, Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(row)):
         if const_expr(weights is None):
-            sums[j % 2] = sums[j % 2] + row[j]
+            total[j % 2] = total[j % 2] + row[j]
         else:
-            sums[j % 2] = sums[j % 2] + row[j] * weights[j]
-    return sums[0] + sums[1]
+            total[j % 2] = total[j % 2] + row[j] * weights[j]
+    return total[0] + total[1]
 
 
 @cute.jit
-def fold(
-    scores: cute.Tensor,
-    m: cute.Tensor,
-    l: cute.Tensor,
-    unit: Float32,
-    weights: cute.Tensor | None,
-) -> cute.Tensor:
-    """Takes a tile into (m, l); its scores become probabilities.
+def follow(own: Any, m: Any, l: Any, unit: Float32, shrink: Any) -> Int32:
+    """Raises the reference m of a warp's rows once one of them is outgrown by a tile's maxima.
+
+    A reference may trail by ``LAG``: probabilities then reach 2^LAG, which costs no precision in
+    floating point, and the accumulator seldom has to be multiplied.
 
     Returns:
-        What the accumulator of each row must be multiplied with before the tile enters it.
+        1 if so: the accumulator must then be multiplied with ``shrink``.
     """
-    s = layout_utils.reshape_acc_to_mn(scores)
-    shrink = cute.make_rmem_tensor(2, Float32)
+    outgrown = False
     for r in cutlass.range_constexpr(2):
-        top = row_max(s[r, None], m[r])
-        # Only a row without any key so far is at -inf, and -inf - -inf is not a number.
-        base = 0.0 if top == -Float32.inf else top
-        shrink[r] = cute.math.exp2((m[r] - base) * unit, fastmath=True)
-        p = cute.math.exp2(s[r, None].load() * unit - base * unit, fastmath=True)
-        s[r, None].store(p)
-        l[r] = row_sum(s[r, None], weights, l[r] * shrink[r])
-        m[r] = top
-    return shrink
+        outgrown = outgrown or (own[r] - m[r]) * unit > LAG
+    raised = Int32(0)
+    if cute.arch.vote_any_sync(outgrown):
+        raised = Int32(1)
+        for r in cutlass.range_constexpr(2):
+            top = cute.arch.fmax(m[r], own[r])
+            shrink[r] = cute.math.exp2((m[r] - _finite(top)) * unit, fastmath=True)
+            l[r] = l[r] * shrink[r]
+            m[r] = top
+    return raised
 
 
 @cute.jit
-def rescale(acc: cute.Tensor, factor: cute.Tensor):
+def fold(scores: Any, m: Any, l: Any, unit: Float32, weights: Any):
+    """Scores become probabilities relative to m, and enter the sums l."""
+    s = rows_of(scores)
+    for r in cutlass.range_constexpr(2):
+        shift = _finite(m[r]) * unit
+        s[r, None].store(cute.math.exp2(s[r, None].load() * unit - shift, fastmath=True))
+        l[r] = _sum(s[r, None], weights, l[r])
+
+
+@cute.jit
+def _finite(x: Float32) -> Float32:
+    """x, or 0 for the -inf of a row without any key so far: -inf - -inf is not a number."""
+    return Float32(0.0) if x == -Float32.inf else x
+
+
+@cute.jit
+def rescale(acc: Any, factor: Any):
     """Multiplies each of the two rows with its factor."""
-    rows = layout_utils.reshape_acc_to_mn(acc)
+    rows = rows_of(acc)
     for r in cutlass.range_constexpr(2):
         rows[r, None].store(rows[r, None].load() * factor[r])
 
 
 @cute.jit
-def finish(
-    m: cute.Tensor, l: cute.Tensor, unit: Float32, scale_output: Float32
-) -> tuple[cute.Tensor, cute.Tensor]:
+def finish(m: Any, l: Any, unit: Float32, scale_output: Float32) -> tuple[Any, Any]:
     """(factor of the accumulator, LSE) of the two rows; a row without keys gives 0 and -inf."""
-    factor, lse = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    factor, lse = per_row(), per_row()
     for r in cutlass.range_constexpr(2):
         total = l[r] + cute.arch.shuffle_sync_bfly(l[r], offset=1)
         total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
@@ -137,3 +160,14 @@ def finish(
         factor[r] = scale_output / (1.0 if empty else total)
         lse[r] = -Float32.inf if empty else (m[r] * unit + cute.math.log2(total)) * LN_2
     return factor, lse
+
+
+@cute.jit
+def vote(objects: Int32, barrier: Int32, threads: int) -> Int32:
+    """1 if any of the ``threads`` threads that meet at a named barrier objects, else 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred mine, any; setp.ne.s32 mine, {$r0}, 0; "
+        "barrier.cta.red.or.pred any, {$r1}, {$r2}, mine; selp.s32 {$w0}, 1, 0, any; }",
+        write_only_types=[Int32],
+        read_only_args=[objects, barrier, Int32(threads)],
+    )

@@ -1,0 +1,98 @@
+"""Which work a program does, and where in its pair's list a group finds its entries (CuTe DSL).
+
+An item is a pair of neighbouring query blocks of one head. Its list holds tiles of block summaries
+(with a tail), then key tiles of both groups, then those of one alone, in turn while both have some.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from blockattn.impl.cute.shapes import BLOCK, GROUPS, ROWS, Shapes
+
+
+@cute.jit
+def item_place(shapes: Shapes, call: Any, item: Int32):
+    """(pair, head, batch) of an item; programs that run together share a head."""
+    pair, line = item % call.pairs, item // call.pairs
+    if const_expr(shapes.variant.causal and not shapes.variant.routed):
+        pair = call.pairs - 1 - pair  # the longest rows first
+    return pair, line % call.heads, line // call.heads
+
+
+@cute.jit
+def entry_counts(shapes: Shapes, call: Any, pair: Int32, head: Int32, batch: Int32):
+    """Entries of both groups, of the first alone and of the second alone."""
+    both = cute.ceil_div(call.keys, shapes.columns)
+    first, second = Int32(0), Int32(0)
+    if const_expr(shapes.variant.routed):
+        count = call.pair_count[batch, head, pair, None]
+        both, first, second = count[0], count[1], count[2]
+    elif const_expr(shapes.variant.causal):
+        tiles = both
+        seen = GROUPS * ROWS // shapes.columns * (pair + 1)
+        if const_expr(shapes.columns == ROWS):  # the last tile is past every row of the first
+            both = cutlass.min(tiles, seen - 1)
+            second = cutlass.min(tiles, seen) - both
+        else:
+            both = cutlass.min(tiles, seen)
+    return both, first, second
+
+
+@cute.jit
+def entry_place(own: Int32, group: Int32, both: Int32, first: Int32, second: Int32) -> Int32:
+    """Place in the pair's list of a group's own entry number ``own``, the tail not counted."""
+    alone = own - both
+    fewer = cutlass.min(first, second)
+    place = own
+    if alone >= 0:
+        place = both + (2 * alone + group if alone < fewer else fewer + alone)
+    return place
+
+
+def tail_tiles(shapes: Shapes, call: Any) -> Any:
+    """Tiles of block summaries."""
+    if not shapes.variant.tail:
+        return 0
+    return cute.ceil_div(cute.ceil_div(call.keys, BLOCK), shapes.columns)
+
+
+@cute.jit
+def entry_kind(place: Int32, both: Int32, first: Int32, second: Int32) -> Int32:
+    """Whose the entry at a place of a list is: 0 of both groups, 1 of the first, 2 of the second."""
+    alone = place - both
+    kind = Int32(0)
+    if alone >= 0:
+        longer = 2 if second > first else 1
+        kind = 1 + (alone & 1) if alone < 2 * cutlass.min(first, second) else longer
+    return kind
+
+
+@cute.jit
+def own_entry(shapes: Shapes, at: Any, own: Int32, phases: Int32):
+    """A group's own entry number ``own``, as it is waited for, and the phases after that.
+
+    A group takes no part in the entries of the other, so it cannot know by counting which phase a
+    stage is in: each kind of entry has its own barrier in a stage, and the group keeps the phase of
+    those that it waits for. The entry is stage * 8 + kind * 2 + phase.
+    """
+    alone = Int32(1) if own >= at.both else Int32(0)
+    use = at.use + entry_place(own, at.group, at.both, at.first, at.second)
+    return _entry(shapes, use, alone, alone * (1 + at.group), phases)
+
+
+@cute.jit
+def shared_entry(shapes: Shapes, use: Int32, phases: Int32):
+    """The entry of both groups at a use of the rings; otherwise like :func:`own_entry`."""
+    return _entry(shapes, use, Int32(0), Int32(0), phases)
+
+
+@cute.jit
+def _entry(shapes: Shapes, use: Int32, alone: Int32, kind: Int32, phases: Int32):
+    stage = use % shapes.stages
+    bit = stage * 2 + alone
+    return stage * 8 + kind * 2 + (phases >> bit & 1), phases ^ (1 << bit)

@@ -1,0 +1,112 @@
+"""Tiles, stages and shared memory of the Hopper kernel of a variant (CuTe DSL)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.utils import LayoutEnum
+from quack import sm90_utils
+
+from blockattn.impl.cute.variant import Variant
+
+ROWS = 64  # query rows of a group
+GROUPS = 2  # that compute
+GROUP = 128  # threads
+WARP = 32
+BLOCK = 64  # tokens of a block of a route
+SHARED = 227 * 1024  # bytes of shared memory of a program
+MOST_STAGES = 8
+READERS = GROUPS * GROUP // WARP  # warps that release a stage
+KINDS = 4  # of entries: of both groups, of the first, of the second; and one unused
+# Arrivals that end a phase of a barrier: the fetching thread, or every warp that reads.
+ARRIVALS = {
+    "q_full": 1, "q_empty": READERS // GROUPS,
+    "k_full": 1, "k_empty": READERS, "v_full": 1, "v_empty": READERS,
+}  # fmt: skip
+ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What follows from a variant.
+
+    Attributes:
+        columns: keys of a tile.
+        query_rs: Q is an operand from registers instead of shared memory.
+        stages: tiles of K, and of V, in flight.
+        turns: the products of the two groups alternate, so that one multiplies while the other
+            does its softmax.
+    """
+
+    variant: Variant
+    columns: int
+    query_rs: bool
+    stages: int
+    turns: bool
+
+    @classmethod
+    def of(
+        cls,
+        variant: Variant,
+        columns: int | None = None,
+        query_rs: bool | None = None,
+        turns: bool | None = None,
+    ) -> Shapes:
+        """By default 64 keys for what goes by blocks, 128 else; Q from registers for 64 keys.
+
+        With tiles of 64 x 64, reading Q from shared memory for every product would take all of its
+        bandwidth. Under a vote it stays there: in Triton's kernel a branch around the product with
+        V made ptxas (12.8) give Q and P the same registers.
+        """
+        by_blocks = variant.routed or variant.lengths or variant.skip == BLOCK
+        columns = columns or (BLOCK if by_blocks else 2 * BLOCK)
+        if query_rs is None:
+            query_rs = columns == BLOCK and variant.skip is None
+        fixed = 2 * GROUPS * ROWS * variant.dim * 2 + 1024
+        ring = 2 * columns * variant.dim * 2
+        if turns is None:
+            turns = columns > BLOCK and variant.skip is None
+        return cls(variant, columns, query_rs, min(MOST_STAGES, (SHARED - fixed) // ring), turns)
+
+    @property
+    def element(self) -> Any:
+        """Of q, k, v and the output."""
+        return ELEMENTS[self.variant.dtype]
+
+    def query_layout(self) -> Any:
+        """Q, and the output: (rows, D, group)."""
+        return self._layout(ROWS, GROUPS)
+
+    def key_layout(self) -> Any:
+        """K, and V: (columns, D, stage)."""
+        return self._layout(self.columns, self.stages)
+
+    def _layout(self, rows: int, count: int) -> Any:
+        tile = rows, self.variant.dim
+        return sm90_utils.make_smem_layout(self.element, LayoutEnum.ROW_MAJOR, tile, count)
+
+    def barriers(self, name: str) -> int:
+        """How many of the barriers ``name`` there are."""
+        if name.startswith("q"):
+            return GROUPS
+        return self.stages * (KINDS if name.endswith("full") else 1)
+
+    def storage(self) -> Any:
+        """The structure in shared memory."""
+
+        def tiles(layout: Any) -> Any:
+            size = cute.cosize(layout)
+            return cute.struct.Align[cute.struct.MemRange[self.element, size], 1024]
+
+        words = cute.struct.MemRange
+        query, keys = tiles(self.query_layout()), tiles(self.key_layout())
+        # A class statement would give the fields' types as text, which cute.struct does not read.
+        fields = {
+            **{name: words[cutlass.Int64, self.barriers(name)] for name in ARRIVALS},
+            "entry": words[cutlass.Int32, self.stages],
+            "q": query, "out": query, "k": keys, "v": keys,
+        }  # fmt: skip
+        return cute.struct(type("Storage", (), {"__annotations__": fields}))
