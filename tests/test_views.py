@@ -285,3 +285,26 @@ def test_no_view_knows_pyplot():
     for path in [*package.glob("*.py"), *(package.parent / "widgets").glob("*.py")]:
         imports = [line for line in path.read_text().splitlines() if "import" in line]
         assert not [line for line in imports if "pyplot" in line], path.name
+
+
+# --- distances from dense
+
+
+def test_every_distance_is_a_point_and_every_mean_is_written():
+    ax = axes()
+    views.draw_distances(ax, ["a", "b"], [[1e-3, 3e-3], [0.1, 0.3]], title="two pairs")
+    assert ax.get_yscale() == "log"
+    points = [line for line in ax.lines if line.get_marker() == "o"]
+    assert [list(map(float, line.get_ydata())) for line in points] == [[1e-3, 3e-3], [0.1, 0.3]]
+    assert {"0.002", "0.2", "two pairs"} <= set(texts(ax).split("\n"))
+
+
+def test_distances_of_zero_are_written_below_their_name():
+    ax = axes()
+    views.draw_distances(ax, ["control", "b"], [[0.0, 0.0], [0.1, 0.3]])
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["control\n2 equal", "b"]
+
+
+def test_distances_need_a_row_for_each_name():
+    with pytest.raises(ValueError, match=r"\[2 names, pairs\]"):
+        views.draw_distances(axes(), ["a", "b"], [[0.1, 0.3]])
