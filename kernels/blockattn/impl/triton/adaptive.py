@@ -19,8 +19,8 @@ import triton.language as tl
 
 from blockattn.impl.triton.walk import _rows, _walk
 
-FIRST: tl.constexpr = tl.constexpr(16)  # tiles of the first chunk
-GROWTH: tl.constexpr = tl.constexpr(4)
+FIRST: tl.constexpr = tl.constexpr(8)  # tiles of the first chunk
+GROWTH: tl.constexpr = tl.constexpr(2)
 SHARE: tl.constexpr = tl.constexpr(3)  # the walk changes when more than one in so many is dropped
 
 

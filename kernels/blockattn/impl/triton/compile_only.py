@@ -62,15 +62,13 @@ def compile_attention(
     head_dim: int = 128,
     element: str = "bf16",
     skip_tile: tuple[int, int] = (64, 64),
-    config: launch.Config | None = None,
     **flags: bool,
 ) -> Resources:
     """One variant of the attention kernel; ``flags`` are its upper-case switches, default off."""
     plain = not any(flags.get(name) for name in ("ROUTED", "SKIP", "LENGTHS"))
-    config = config or launch.configuration(
+    config = launch.configuration(
         divmod(capability, 10),
         plain=plain,
-        routed=flags.get("ROUTED", False),
         skip_tile=skip_tile if flags.get("SKIP") else None,
     )
     descriptors = capability >= 90
@@ -91,9 +89,7 @@ def compile_attention(
         through = query if name == "q_src" else descriptors
         return f"tensordesc<{element}{block}>" if through else f"*{element}"
 
-    return _compile(
-        attention.attention, capability, constants, config.warps, element, source, config.options
-    )
+    return _compile(attention.attention, capability, constants, config.warps, element, source)
 
 
 def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16") -> Resources:
@@ -154,7 +150,11 @@ def compile_quantisers(
     options = quantise.OPTIONS
     variants: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
         "mxfp8": (quantise._mxfp8, _scale_shape(head_dim, 32), quantise.MXFP8_OPTIONS),
-        "nvfp4": (quantise._nvfp4, _scale_shape(head_dim, 16), options),
+        "nvfp4": (
+            quantise._nvfp4,
+            _scale_shape(head_dim, 16) | {"ROWS": quantise.nvfp4_rows(head_dim)},
+            quantise.NVFP4_OPTIONS,
+        ),
     }
     for channels, scale in ((False, "tensor"), (True, "channel")):
         shape = {"CHANNELS": channels, "WIDTH": wide}

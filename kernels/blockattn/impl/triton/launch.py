@@ -25,7 +25,6 @@ class Config:
     Attributes:
         rows, columns: queries and keys of a tile.
         warps, stages: of a program; tiles in flight.
-        registers: limit per thread, so that more programs share a processor; None leaves it.
         adaptive: a skip vote branches only once many tiles are dropped.
     """
 
@@ -33,7 +32,6 @@ class Config:
     columns: int
     warps: int
     stages: int
-    registers: int | None = None
     adaptive: bool = False
 
     def __post_init__(self) -> None:
@@ -43,12 +41,6 @@ class Config:
                 "for every warp"
             )
 
-    @property
-    def options(self) -> dict[str, int]:
-        """What the compiler is told besides the tile."""
-        found = {"num_warps": self.warps}
-        return found if self.registers is None else found | {"maxnreg": self.registers}
-
 
 def configure(problem: Problem) -> Config:
     """The configuration of a call on the GPU its tensors are on."""
@@ -56,7 +48,6 @@ def configure(problem: Problem) -> Config:
     return configuration(
         capability_of(problem.q.device),
         plain=problem.plain,
-        routed=problem.route is not None,
         skip_tile=skip_tile,
     )
 
@@ -65,7 +56,6 @@ def configuration(
     capability: tuple[int, int],
     *,
     plain: bool,
-    routed: bool = False,
     skip_tile: tuple[int, int] | None = None,
 ) -> Config:
     """The configuration of an architecture.
@@ -73,18 +63,17 @@ def configuration(
     Args:
         capability: compute capability, major and minor.
         plain: dense attention, without a skip vote.
-        routed: attention of a route.
         skip_tile: of the vote, where there is one.
     """
     if capability[0] not in (9, 10):  # 99 kB of shared memory, products in registers
         return Config(rows=64, columns=64, warps=8, stages=2)
     if plain:
         return Config(rows=128, columns=128, warps=8, stages=3)
+    hopper_votes = capability[0] == 9 and skip_tile is not None
     if skip_tile == (128, 128):  # with more stages registers spill on 10.x
-        return Config(rows=128, columns=128, warps=8, stages=3 if capability[0] == 9 else 1)
-    if skip_tile is not None and not routed and capability[0] == 9:
-        return Config(rows=64, columns=64, warps=4, stages=2, registers=168)
-    return Config(rows=64, columns=64, warps=4, stages=3)
+        stages = 3 if capability[0] == 9 else 1
+        return Config(rows=128, columns=128, warps=8, stages=stages, adaptive=hopper_votes)
+    return Config(rows=64, columns=64, warps=4, stages=3, adaptive=hopper_votes)
 
 
 def query_through_descriptor(capability: tuple[int, int], *, skip: bool, plain: bool) -> bool:
@@ -183,7 +172,7 @@ def _launch(
         SCALE_PTR=isinstance(problem.scale, Tensor),
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor),
         HOPPER=hopper, ADAPTIVE=config.adaptive and problem.skip_threshold is not None,
-        BARRIER=hopper and out.is_cuda, STAGES=config.stages, **config.options,
+        BARRIER=hopper and out.is_cuda, STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
     if partial is None:
         return

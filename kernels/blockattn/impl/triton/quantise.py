@@ -40,6 +40,7 @@ STEPS = 8  # row groups per program of the amax pass: fewer atomics
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 AMAX_OPTIONS = OPTIONS | {"num_warps": 2}  # fewer warps meet at the end of a program
 MXFP8_OPTIONS = OPTIONS | {"num_warps": 8}
+NVFP4_OPTIONS = OPTIONS | {"num_warps": 2, "maxnreg": 80}  # 12 programs share a processor
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
@@ -166,7 +167,7 @@ def _e2m1_pairs(size, CONVERT: tl.constexpr):
 
 @triton.jit
 def _rows_of(word, lane):
-    """Rows (first, and from there on) whose scales lie in words word + lane; 32 divides word."""
+    """Rows (first, and from there on) whose scales lie in words word + lane; 4 divides word."""
     return word // 128 * 128 + word % 128 // 4, lane % 4 * 32 + lane // 4
 
 
@@ -357,7 +358,7 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             tokens, tiles, heads,
             CONVERT=converts(x.device), CONVERT_E2M1=converts_e2m1(x.device),
             FUSED=x.device.type == "cuda", LARGEST=largest_number(x.dtype), DIM=dim,
-            WIDTH=width(dim, 16), COLUMNS=columns, ROWS=ROWS, **OPTIONS,
+            WIDTH=width(dim, 16), COLUMNS=columns, ROWS=nvfp4_rows(dim), **NVFP4_OPTIONS,
         )  # fmt: skip
     return codes, scales.view(torch.uint8), factor
 
@@ -416,6 +417,11 @@ def width(head_dim: int, block: int) -> int:
     """Channels that a program holds: a power of two, and at least one whole tile of scales."""
     smallest = 1 if block == 1 else block * SCALE_COLUMNS
     return max(smallest, 1 << (head_dim - 1).bit_length())
+
+
+def nvfp4_rows(head_dim: int) -> int:
+    """Tokens that a program of the NVFP4 encoder holds at a time: 32 numbers a thread."""
+    return 2048 // width(head_dim, 16)
 
 
 def largest_number(dtype: torch.dtype) -> int:
