@@ -24,8 +24,8 @@ HEAD = 0
 QUERY_BLOCK = 9
 
 # %%
-from blockattn import attend, sol_scores
-from workbench import decisions, views
+from blockattn import attend, checks, sol_scores
+from workbench import decisions, parameters, views
 from workbench.capture import open_capture
 from workbench.curves import sol_curve
 from workbench.masks import capture_masks
@@ -33,6 +33,10 @@ from workbench.probe import probe_sol
 from workbench.widgets import RouteViewer, TauTuner
 
 capture = open_capture(CAPTURE)
+TAUS, TAU = parameters.rising("TAUS", TAUS), checks.finite_number("TAU", TAU)
+checks.integer("HEAD", HEAD, maximum=capture.heads - 1)
+blocks = parameters.blocks("CAPTURE", CAPTURE, capture.grid.tokens)
+checks.integer("QUERY_BLOCK", QUERY_BLOCK, maximum=blocks - 1)
 capture
 
 # %% [markdown]
@@ -95,7 +99,7 @@ views.draw_curve(
 views.picture(figure, "Delivered density falls and relative L2 error rises with tau.")
 
 # %%
-print(probes[TAUS.index(TAU)].trace)
+print(probe_sol(call.q, call.k, call.v, TAU, dense=dense).trace)
 
 # %% [markdown]
 # Heads and layers differ, so one tau is not equally hard on all of them. The worst ones decide which layers stay dense.
@@ -137,7 +141,8 @@ views.picture(figure, decisions.describe_selection(selected, own))
 #
 # The viewer below holds the masks of all recorded calls as bits and draws them in the browser, at this size and at 100,000
 # tokens with 40 heads: scroll to zoom, drag to pan, hover for the boxes, score and reason of a pair, and click a cell of the
-# index to open that layer and step. `tau` moves the mask without asking Python, so it also works in a saved notebook.
+# index to open that layer and step. `tau` moves the mask and the index without asking Python, so it also works in a
+# saved notebook (in JupyterLab: Settings, Save Widget State Automatically).
 
 # %%
 viewer = RouteViewer(capture_masks(capture, TAU, errors=True))
@@ -148,7 +153,7 @@ viewer
 
 # %%
 viewer.layer, viewer.step = capture.entries[-1]
-viewer.window = [0, 12, 0, 12]
+viewer.window = [0, min(12, blocks)] * 2
 viewer.flush()
 views.picture(viewer.figure(), viewer.summary())
 
@@ -170,11 +175,11 @@ print(tuner.config)
 # ```
 
 # %%
-# What was shown is true: density falls with tau, the error at tau 0 is smaller than at the
-# largest tau, and the sparse call is really sparse and really differs from dense.
+# What was shown is true: density falls with tau, the error at the smallest tau is below that at
+# the largest, and the sparse call is really sparse and really differs from dense.
 assert all(bool((curve.per_head.diff(dim=-1) <= 0).all()) for curve in curves.values())
-assert float(errors[:, 0].mean()) < float(errors[:, -1].mean())
-assert probes[-1].density < 1
+assert float(errors[:, 0].mean()) < float(errors[:, -1].mean()), f"{TAUS=}: too near together"
+assert probes[-1].density < 1, f"{TAUS=}: the largest is still dense; go on to a larger one"
 assert probes[-1].error.total.max_abs > 0
 assert tuner.measured is not None
 assert tuner.problem == ""

@@ -31,8 +31,9 @@ STEPS = 20
 CUTOFF = 0.86  # denoising time: dense at or above it
 
 # %%
-from blockattn import attend, skip_gaps, skip_softmax_attention
-from workbench import decisions, views
+from blockattn import attend, checks, skip_gaps, skip_softmax_attention
+from blockattn.layout import num_blocks
+from workbench import decisions, parameters, views
 from workbench.attention import SparseAttention
 from workbench.capture import open_capture
 from workbench.comparison import Setting, agreement, describe_agreement
@@ -43,6 +44,9 @@ from workbench.probe import probe_skip
 from workbench.widgets import Compare, ThresholdTuner
 
 capture = open_capture(CAPTURE)
+LADDER, REAL = parameters.rising("LADDER", LADDER), parameters.rising("REAL", REAL)
+checks.integer("HEAD", HEAD, maximum=capture.heads - 1)
+checks.integer("QUERY_TILE", QUERY_TILE, maximum=num_blocks(capture.grid.tokens, 128) - 1)
 capture
 
 # %% [markdown]
@@ -56,7 +60,7 @@ capture
 # lambda * Sk, because longer sequences spread the softmax thinner: the same factor means a smaller lambda there.
 
 # %%
-call = capture.load(*capture.entries[1]).to(DEVICE)
+call = capture.load(*capture.entries[:2][-1]).to(DEVICE)
 KEYS = call.k.shape[1]
 views.units_table(REAL, KEYS)
 

@@ -29,7 +29,7 @@ VIDEOS = 64 if GPU else 4  # for the fine-tuned model
 TIMES = (0.3, 0.5, 0.8, 0.95) if GPU else (0.8,)
 
 # %%
-from blockattn import TokenGrid, attend, kept_cubes, video_sparse_attention, vsa_route
+from blockattn import TokenGrid, attend, checks, kept_cubes, video_sparse_attention, vsa_route
 from workbench import decisions, views
 from workbench.capture import open_capture
 from workbench.mechanisms import cubes
@@ -39,6 +39,8 @@ from workbench.probe import attention_error
 
 capture = open_capture(CAPTURE)
 grid = capture.grid
+checks.integer("HEAD", HEAD, maximum=capture.heads - 1)
+checks.integer("QUERY_CUBE", QUERY_CUBE, maximum=len(cubes.filled_slots(grid)[0]) - 1)
 capture
 
 # %% [markdown]

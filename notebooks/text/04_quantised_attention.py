@@ -30,7 +30,7 @@ TAU = 1.0  # of Sol-Attn
 THRESHOLD = 0.25  # lambda of SkipSoftmax
 
 # %%
-from blockattn import quantised_attention, sol_route
+from blockattn import checks, quantised_attention, sol_route
 from blockattn.quant_formats import quantise_mxfp8, quantise_nvfp4
 from workbench import views
 from workbench.capture import open_capture
@@ -44,6 +44,8 @@ from workbench.mechanisms.formats import (
 )
 
 capture = open_capture(CAPTURE)
+checks.integer("HEAD", HEAD, maximum=capture.heads - 1)
+checks.integer("TOKEN", TOKEN, maximum=capture.grid.tokens - 1)
 capture
 
 # %% [markdown]
@@ -143,7 +145,7 @@ views.Table(ERROR_COLUMNS, rounded.rows(), "All recorded calls and heads (emulat
 # SkipSoftmax see the quantised ones. Where the two errors are independent their squares add, so the larger one decides.
 
 # %%
-call = capture.load(*capture.entries[1]).to(DEVICE)
+call = capture.load(*capture.entries[:2][-1]).to(DEVICE)
 together = combination_errors(
     call.q,
     call.k,

@@ -20,7 +20,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 if not GPU:
     torch.set_num_threads(1)  # tensors are small: on a busy machine a second thread costs time
-OUT = None  # folder for the captures; None is a temporary one
+OUT = None  # every run makes a folder of its own in it; None is a temporary one
 GRID = (8, 16, 16) if GPU else (4, 16, 16)  # tokens along (t, h, w)
 LABEL, SEED = "ring", 7
 STEPS = 20 if GPU else 6
@@ -29,11 +29,8 @@ TARGET_DENSITY = 0.3
 ROUNDS = 5  # of the timing
 
 # %%
-import tempfile
-from pathlib import Path
-
-from blockattn import TokenGrid
-from workbench import views
+from blockattn import TokenGrid, checks
+from workbench import parameters, views
 from workbench.bench.split import describe_split, measure
 from workbench.capture import CaptureSpec, CaptureWriter, open_capture
 from workbench.capture.recorder import Recorder
@@ -45,8 +42,12 @@ from workbench.tune.settings import TuneSettings
 from workbench.widgets import Doctor, RouteViewer, TauTuner, TimeSplit
 from workbench.widgets.time_split import SplitPanel
 
-folder = Path(OUT or tempfile.mkdtemp())
 model = load_model(device=DEVICE)  # stands in for yours
+KEEP = parameters.calls("KEEP", KEEP, model.config.depth, STEPS)
+parameters.blocks("GRID", GRID, TokenGrid(GRID).tokens)
+parameters.between("TARGET_DENSITY", TARGET_DENSITY, 0, 1)
+checks.integer("ROUNDS", ROUNDS, minimum=1)
+folder = parameters.new_folder(OUT)
 doctor = Doctor()
 doctor
 
@@ -216,7 +217,8 @@ print(config)
 assert torch.equal(video, unrecorded)
 assert capture.entries == sorted(KEEP)
 assert "synthetic" in open_capture(folder / "by_hand.safetensors").title
-assert TARGET_DENSITY <= result.choice.line.density < 1
+assert result.choice.line.density < 1, f"{TARGET_DENSITY=}: that is dense; take less"
+assert result.choice.line.density >= TARGET_DENSITY
 assert result.choice.line.error > 0
 assert viewer.problem == tuner.problem == doctor.problem == ""
 assert load_config(config) == result.config()

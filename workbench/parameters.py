@@ -1,0 +1,81 @@
+"""Parameters of a notebook: what cannot be served is refused by name before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from blockattn import BLOCK, checks
+from blockattn.layout import num_blocks
+
+FEWEST = 4  # blocks; with fewer hardly a pair lies outside the band that is always exact
+
+
+def rising(name: str, values: object) -> list[float]:
+    """At least two finite numbers, each above the one before.
+
+    Raises:
+        TypeError, ValueError: they are not; the message names the parameter.
+    """
+    found = checks.numbers(name, values)
+    if len(found) < 2 or any(a >= b for a, b in itertools.pairwise(found)):
+        raise ValueError(f"{name}={found}: must be two numbers or more, in rising order")
+    return found
+
+
+def between(name: str, value: object, low: float, high: float) -> float:
+    """A number strictly between two others.
+
+    Raises:
+        TypeError, ValueError: it is not; the message names the parameter.
+    """
+    number = checks.finite_number(name, value)
+    if not low < number < high:
+        raise ValueError(f"{name}={value!r}: must be above {low:g} and below {high:g}")
+    return number
+
+
+def blocks(name: str, value: object, tokens: int) -> int:
+    """Blocks of a sequence that is long enough to be sparse.
+
+    Args:
+        name, value: the parameter that the sequence comes from.
+        tokens: of the sequence.
+
+    Raises:
+        ValueError: it has fewer than 4 blocks.
+    """
+    count = num_blocks(tokens, BLOCK)
+    if count < FEWEST:
+        raise ValueError(
+            f"{name}={value!r}: {tokens} tokens make {count} of the blocks of {BLOCK}, and blocks "
+            f"beside the diagonal are always exact; {FEWEST} blocks are the least that can be sparse"
+        )
+    return count
+
+
+def calls(
+    name: str, values: Sequence[Sequence[int]], layers: int, steps: int
+) -> list[tuple[int, int]]:
+    """Pairs (layer, step) that a sampling visits, as tuples; papermill hands lists over.
+
+    Raises:
+        TypeError, ValueError: no pair, one of something else, or one that is never visited.
+    """
+    if not values or any(len(pair) != 2 for pair in values):
+        raise ValueError(f"{name}={values!r}: must be pairs (layer, step), one at least")
+    found = []
+    for n, (layer, step) in enumerate(values):
+        checks.integer(f"layer of {name}[{n}]", layer, maximum=layers - 1)
+        checks.integer(f"step of {name}[{n}]", step, maximum=steps - 1)
+        found.append((layer, step))
+    return found
+
+
+def new_folder(out: str | Path | None) -> Path:
+    """A folder of its own for every run: in ``out``, which is made, or a temporary one."""
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="run-", dir=out))
