@@ -13,7 +13,7 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import workbench
 from blockattn import TokenGrid, UnsupportedError
-from tests.attach_inputs import CASES, GRID, SOL, TEXT, VIDEO, Case
+from tests.attach_inputs import CASES, GRID, SOL, TEXT, VIDEO, WIDTH, Case
 from workbench.capture import CaptureSpec, Selection, open_capture
 from workbench.capture.recorder import Recorder
 from workbench.diffusers.order import token_order
@@ -21,6 +21,7 @@ from workbench.models import AttentionCall
 from workbench.rows import probe_rows
 
 ORDERS = ("tile", "morton")
+HEAD_DIM = WIDTH["attention_head_dim"]
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -89,7 +90,7 @@ def test_a_sparse_model_runs_sparse_in_another_order(case: Case):
 def test_rotations_from_the_pipeline_are_turned_too():
     case = BY_NAME["cogvideox"]
     model = case.model()
-    angle = torch.randn(VIDEO, 24).repeat_interleave(2, dim=1)
+    angle = torch.randn(VIDEO, HEAD_DIM // 2).repeat_interleave(2, dim=1)
     rotation = (angle.cos(), angle.sin())
     with torch.no_grad():
         plain = model(**case.inputs(), image_rotary_emb=rotation, return_dict=False)[0]
@@ -166,7 +167,7 @@ def spec_of(case: Case, *, tokens: int, order: str = "raster", **changes: Any) -
     text = {"before": {"prefix": tokens}, "after": {"suffix": tokens}}
     side = {"cogvideox": "before"}.get(case.name, "after")
     grid = TokenGrid(GRID, order=order, **(text[side] if tokens else {}))
-    settings = {"entries": ((0, 0), (1, 1)), "heads": 2, "head_dim": 48, **changes}
+    settings = {"entries": ((0, 0), (1, 1)), "heads": 2, "head_dim": HEAD_DIM, **changes}
     return CaptureSpec(grid=grid, title=case.name, **settings)
 
 

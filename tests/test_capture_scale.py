@@ -76,6 +76,16 @@ def test_chosen_heads_and_rows_are_kept_and_keys_are_whole(tmp_path: Path):
     capture.verify()
 
 
+def test_a_recorder_says_when_the_rest_of_the_sampling_is_not_needed(tmp_path: Path):
+    with Recorder(
+        tmp_path / "a.safetensors", spec(), attention=lambda q, k, v, call: q
+    ) as recorder:
+        feed(recorder, spec(), ENTRIES[:-1])
+        assert not recorder.complete
+        feed(recorder, spec(), ENTRIES[-1:])
+        assert recorder.complete
+
+
 def test_the_capture_says_what_it_left_out_wherever_its_title_stands(tmp_path: Path):
     record(tmp_path / "a.safetensors", spec(title="a model"))
     capture = open_capture(tmp_path / "a.safetensors")

@@ -98,7 +98,8 @@ class BackgroundWriter:
         device = values[0].device
         self._side = self._side or torch.cuda.Stream(device)
         # A copy of our own: the model may write into q, k, v as soon as its attention is done.
-        kept = [value.detach().to(torch.bfloat16, copy=True) for value in values]
+        whole = {"copy": True, "memory_format": torch.contiguous_format}
+        kept = [value.detach().to(torch.bfloat16, **whole) for value in values]
         self._side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._side):
             for room, value in zip(buffer.parts, kept):

@@ -76,6 +76,11 @@ class Recorder:
         """Seconds that the model was held up by a slow disk; only with a GPU."""
         return self._background.waited
 
+    @property
+    def complete(self) -> bool:
+        """Whether every call has been seen, so that the rest of a sampling is not needed."""
+        return not self._missing
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         self.observe(q, k, v, call)
         return self.attention(q, k, v, call)
