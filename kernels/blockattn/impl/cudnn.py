@@ -43,7 +43,9 @@ def run(problem: Problem) -> Result:
     index, count = key_lists(problem)
     out, lse = forward(problem, index, count)
     if problem.tail is not None:
-        out, lse = merged(out, lse, *_tail(problem, index, count))
+        from blockattn.impl.triton.merge import merge
+
+        out, lse = merge(out, lse, *_tail(problem, index, count))
     return Result(out, lse if problem.want_trace else None)
 
 
@@ -74,19 +76,6 @@ def forward(problem: Problem, index: Tensor, count: Tensor) -> tuple[Tensor, Ten
     )
     out, lse = made["o_tensor"], made["lse_tensor"]
     return out[:, :queries].contiguous(), lse[..., :queries].contiguous()
-
-
-def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over both sets of keys from attention over each; rows without keys stay 0.
-
-    Args:
-        out, other: ``[B, T, H, D]``, normalised.
-        lse, other_lse: float32 ``[B, H, T]``, natural log, ``-inf`` for rows without keys.
-    """
-    total = torch.logaddexp(lse, other_lse)
-    safe = total.masked_fill(total == -torch.inf, 0.0)
-    own, others = ((x - safe).exp().transpose(1, 2)[..., None] for x in (lse, other_lse))
-    return (out * own + other * others).to(out.dtype), total
 
 
 def _tail(problem: Problem, index: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
