@@ -51,7 +51,7 @@ def blocks(name: str, value: object, tokens: int) -> int:
     if count < FEWEST:
         raise ValueError(
             f"{name}={value!r}: {tokens} tokens make {count} of the blocks of {BLOCK}, and blocks "
-            f"beside the diagonal are always exact; {FEWEST} blocks are the least that can be sparse"
+            f"beside the diagonal are always exact; {FEWEST} blocks are the least to be sparse"
         )
     return count
 
