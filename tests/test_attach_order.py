@@ -17,6 +17,7 @@ from tests.attach_inputs import CASES, GRID, SOL, TEXT, VIDEO, WIDTH, Case
 from workbench.capture import CaptureSpec, Selection, open_capture
 from workbench.capture.recorder import Recorder
 from workbench.diffusers.order import token_order
+from workbench.diffusers.tiny_wan import BOUNDARY, tiny_wan, wan_pipeline
 from workbench.models import AttentionCall
 from workbench.rows import probe_rows
 
@@ -234,3 +235,30 @@ def test_a_capture_of_a_model_in_another_order_says_so(tmp_path: Path):
     assert captures["morton"].grid.order == "morton"
     assert torch.allclose(restored.float(), raster.q.float(), atol=5e-2)
     assert not torch.allclose(morton.q.float(), raster.q.float(), atol=5e-2)
+
+
+def test_a_pipeline_of_two_transformers_is_recorded_and_stopped_when_all_is_there(tmp_path: Path):
+    torch.manual_seed(0)
+    pipe = wan_pipeline(tiny_wan(seed=0), tiny_wan(seed=1))
+    text = {name: torch.randn(1, 16, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    size = {"num_frames": 13, "height": 128, "width": 128, "num_inference_steps": 6}
+    spec = CaptureSpec(TokenGrid(GRID, order="tile"), ((0, 0), (2, 4)), heads=2, head_dim=64)
+    steps: list[int] = []
+
+    def stop(pipe: Any, step: int, time: Any, values: dict) -> dict:
+        steps.append(step)
+        pipe._interrupt = recorder.complete
+        return values
+
+    with (
+        Recorder(tmp_path / "a", spec) as recorder,
+        workbench.attach(pipe, None, observe=recorder.observe) as attached,
+        token_order(attached, "tile"),
+    ):
+        pipe(**text, **size, output_type="latent", callback_on_step_end=stop)
+    capture = open_capture(tmp_path / "a")
+    high, low = (model.attention.counts() for model in attached.models)
+    assert steps == [0, 1, 2, 3, 4]  # of six
+    assert high.total > 0
+    assert low.total > 0
+    assert capture.time(0, 0) > BOUNDARY > capture.time(2, 4)

@@ -123,7 +123,7 @@ class CaptureSpec:
     def label(self) -> str:
         """The title, and what was kept where that is not everything."""
         kept = self.selection.describe(self.grid.tokens, self.heads)
-        return f"{self.title} ({kept})" if kept else self.title
+        return f"{self.title} ({kept})".lstrip() if kept else self.title
 
     @cached_property
     def entry_bytes(self) -> int:
