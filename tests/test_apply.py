@@ -421,6 +421,17 @@ def test_the_command_compares_two_files_and_writes_a_run_folder(weights: Path, t
     assert "tight stays closer" in (out / "summary.txt").read_text()
 
 
+def test_files_of_one_name_are_told_apart_by_their_folders(weights: Path, tmp_path: Path):
+    for name in ("tight", "loose"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.txt").write_text("0-1=1.0")
+    files = [tmp_path / name / "config.txt" for name in ("tight", "loose")]
+    done = invoke(*files, "--weights", weights, "--check")
+    assert done.exit_code == 0, done.output
+    assert "tight-config (tau_profile)" in done.stdout
+    assert "loose-config (tau_profile)" in done.stdout
+
+
 def test_a_calibration_that_nothing_looks_at_is_refused(weights: Path, tmp_path: Path):
     (tmp_path / "mine.txt").write_text("0-1=1.0")
     (tmp_path / "config.json").write_text(json.dumps(GROUP))

@@ -174,7 +174,7 @@ def test_settings_are_refused_before_anything_runs(
 
 
 def test_an_observed_recording_is_a_capture_of_the_dense_run(wan: PipelineVideo, tmp_path: Path):
-    spec = wan.capture_spec(2, 2, 9, title="mine", prompt="a")
+    spec = wan.capture_spec(2, 2, 9, prompt="a", seed="0")
     with Recorder(tmp_path / "c.safetensors", spec) as recorder:
         with attach(wan.pipe, None, observe=recorder.observe):
             video = wan.run("a", 0)
@@ -186,7 +186,7 @@ def test_an_observed_recording_is_a_capture_of_the_dense_run(wan: PipelineVideo,
 
 
 def test_a_capture_keeps_calls_and_heads_that_are_evenly_spread(wan: PipelineVideo):
-    spec = wan.capture_spec(1, 3, 1)
+    spec = wan.capture_spec(1, 3, 1, prompt="a")
     assert spec.entries == ((1, 0), (1, 2), (1, 3))
     assert spec.selection.heads == (1,)
     assert spread(40, 4) == (0, 13, 26, 39)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from workbench.profiles.video import Run, policy
 from workbench.sample.settings import MAX_SEED
 
 TEXT_TOKENS = 512  # of random text embeddings, as many as Wan's text encoder gives
+OURS = {"workbench", "blockattn"}  # whose warnings belong to a run; libraries warn of other things
 PARTS = ("transformer", "transformer_2")
 
 
@@ -105,6 +107,10 @@ class PipelineVideo:
 
     @cached_property
     def seen(self) -> Seen:
+        """The first attention call of a sampling, without a text."""
+        return self.look("")
+
+    def look(self, prompt: str) -> Seen:
         """The first attention call of a sampling, at which it is stopped."""
         found: list[tuple[Tensor, AttentionCall]] = []
 
@@ -116,7 +122,7 @@ class PipelineVideo:
         with attach(self.pipe, None, observe=look) as attached:
             falling = attached.models[0].family.falling
             with contextlib.suppress(_Enough):
-                self._call("", 0)
+                self._call(prompt, 0)
         ((q, call),) = found
         train = self.pipe.scheduler.config.num_train_timesteps
         times = [t / train if falling else 1 - t / train for t in self._timesteps()]
@@ -193,19 +199,20 @@ class PipelineVideo:
             with attach(self.pipe, config, record=True, **options) as attached:
                 video = self._call(prompt, seed)
             seconds = time.perf_counter() - began
-        told = dict.fromkeys(str(w.message) for w in caught if w.category is UserWarning)
+        told = dict.fromkeys(str(w.message) for w in caught if OURS & set(Path(w.filename).parts))
         return Run(video, self._has("vae"), tuple(attached.records), seconds, tuple(told))
 
     def capture_spec(
-        self, layers: int, steps: int, heads: int, *, title: str = "", **details: str
+        self, layers: int, steps: int, heads: int, *, prompt: str, **details: str
     ) -> CaptureSpec:
         """What a capture of evenly spread calls will hold, and so how large it will be.
 
         Args:
             layers, steps, heads: how many of each; all where the model has no more.
-            title, details: what the file says about itself.
+            prompt: of the sampling; in some models its length is that of the text tokens.
+            details: what else the file says about itself.
         """
-        seen = self.seen
+        seen = self.look(prompt)
         entries = tuple(
             (layer, step)
             for layer in spread(len(self.module_names), layers)
@@ -216,9 +223,9 @@ class PipelineVideo:
             entries=entries,
             heads=seen.heads,
             head_dim=seen.head_dim,
-            title=title or self.title,
+            title=f"{self.name}, {prompt}",
             selection=Selection(None if heads >= seen.heads else spread(seen.heads, heads)),
-            details={"model": self.title, **details},
+            details={"model": self.title, "prompt": prompt, **details},
         )
 
     def run(self, prompt: str, seed: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def read_profiles(
     given = None if calibration is None else _calibration(calibration)
     own = model.calibration
     found = [
-        read_file(path, model.place, format=format, calibration=given or own) for path in files
+        replace(read_file(path, model.place, format=format, calibration=given or own), name=name)
+        for name, path in zip(_names(files), files)
     ]
     if given is not None and not any(profile.calibration is given for profile in found):
         raise ValueError(
@@ -108,6 +110,14 @@ def read_profiles(
             "that hold no formula themselves. Leave it out"
         )
     return found
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """Stems of the files; with their folders where two are equal, as config.yaml of two runs."""
+    stems = [path.stem for path in files]
+    if len(set(stems)) == len(stems):
+        return stems
+    return [f"{path.absolute().parent.name}-{path.stem}" for path in files]
 
 
 def _calibration(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,84 @@
+"""Profiles on the real pipeline class of every family, with text encoders; tiny and random."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers", reason="needs the package diffusers", exc_type=ImportError)
+pytest.importorskip("transformers", reason="needs the package transformers", exc_type=ImportError)
+
+from blockattn import UnsupportedError
+from tests.pipeline_inputs import PIPELINES
+from tests.test_apply import config
+from workbench.config import AttentionConfig, SkipSoftmaxConfig, VideoSparseAttentionConfig
+from workbench.diffusers import attach
+from workbench.export import export_config
+from workbench.profiles.pipeline import PipelineVideo
+from workbench.profiles.profile import Profile, read_text
+
+STEPS, PROMPT = 3, "red ball"
+
+
+@pytest.fixture(scope="module", params=list(PIPELINES))
+def model(request: pytest.FixtureRequest) -> PipelineVideo:
+    make, size = PIPELINES[request.param]
+    pipe = make()
+    pipe.set_progress_bar_config(disable=True)
+    return PipelineVideo(pipe, request.param, size, STEPS)
+
+
+def test_dense_is_the_bare_pipeline_byte_for_byte(model: PipelineVideo):
+    dense = model.sample(PROMPT, 0, None)
+    assert torch.equal(dense.video, model.run(PROMPT, 0))
+    assert dense.count("sparse") == dense.count("ineligible") == 0
+    assert dense.warnings == ()
+
+
+def test_the_times_of_a_run_are_known_before_it(model: PipelineVideo):
+    known = model.place.times
+    assert known is not None
+    assert len(known) == STEPS
+    times = {(r.step, r.time) for r in model.sample(PROMPT, 0, None).records}
+    assert sorted(times) == [(step, pytest.approx(time)) for step, time in enumerate(known)]
+
+
+def test_a_profile_runs_sparse_in_every_layer(model: PipelineVideo):
+    layers = len(model.module_names)
+    made = read_text(f"0-{layers - 1}=1.0", model.place)
+    run = model.sample(PROMPT, 0, made)
+    assert {r.layer for r in run.records if r.kind == "sparse"} == set(range(layers))
+    assert run.count("ineligible") == 0
+    assert run.density < 1
+    assert torch.isfinite(run.video).all()
+    assert not torch.equal(run.video, model.run(PROMPT, 0))
+
+
+def test_a_prompt_reaches_the_text_encoder(model: PipelineVideo):
+    assert "random text" not in model.title
+    assert not torch.equal(model.run(PROMPT, 0), model.run("ball", 0))
+
+
+def test_dense_steps_of_a_file_are_those_of_this_schedule(model: PipelineVideo):
+    first = model.seen.times[0]
+    skip = SkipSoftmaxConfig(threshold_scale_factor=9.0, disabled_until_timestep=first)
+    made = read_text(export_config(config(skip), "sglang", model.place).text, model.place)
+    sparse = {r.step for r in model.sample(PROMPT, 0, made).records if r.kind == "sparse"}
+    assert sparse == {1, 2}
+
+
+def test_vsa_is_refused_where_text_attends_with_the_video(model: PipelineVideo):
+    vsa = Profile("v", "own", AttentionConfig(sparse_attention_config=VideoSparseAttentionConfig()))
+    joint = model.seen.grid.prefix + model.seen.grid.suffix > 0 or model.name == "mochi"
+    with pytest.raises(
+        (ValueError, UnsupportedError), match="text tokens" if joint else 'gate="zero"'
+    ):
+        model.policy(vsa)
+
+
+def test_a_capture_of_the_first_call_is_as_large_as_the_call(model: PipelineVideo):
+    shapes = []
+    spec = model.capture_spec(1, 1, 9, prompt=PROMPT)
+    with attach(model.pipe, None, observe=lambda q, k, v, call: shapes.append(q.shape)):
+        model.run(PROMPT, 0)
+    assert tuple(shapes[0][1:]) == spec.call_shape("q")[1:]
