@@ -7,7 +7,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.utils import LayoutEnum
 from quack import sm90_utils
 
 from blockattn.impl.cute.variant import Variant
@@ -86,7 +85,9 @@ class Shapes:
 
     def _layout(self, rows: int, count: int) -> Any:
         tile = rows, self.variant.dim
-        return sm90_utils.make_smem_layout(self.element, LayoutEnum.ROW_MAJOR, tile, count)
+        # The enumeration has another module in each lane; quack has it under one name in both.
+        order = sm90_utils.LayoutEnum.ROW_MAJOR
+        return sm90_utils.make_smem_layout(self.element, order, tile, count)
 
     def barriers(self, name: str) -> int:
         """How many of the barriers ``name`` there are."""
