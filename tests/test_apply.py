@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import math
@@ -302,6 +303,16 @@ def test_a_profile_of_another_model_is_refused():
         ValueError, match="taus has 6 values: must be one for each of the model's 2"
     ):
         compare(TINY, [other], ["disc"], [0])
+
+
+def test_a_model_whose_own_video_is_not_finite_is_refused_at_once():
+    seen: list[str] = []
+    broken = copy.deepcopy(small_model())
+    broken.final.bias.fill_(math.nan)
+    model = TinyVideo(broken, grid=GRID, steps=STEPS)
+    with pytest.raises(ValueError, match=r"'disc', seed 0: the model's own video holds NaN"):
+        compare(model, [profile("0-1=1.0")], ["disc"], [0, 1], tick=seen.append)
+    assert seen == ["dense: disc, seed 0"]
 
 
 def test_a_profile_that_skips_nothing_is_flagged():

@@ -18,6 +18,8 @@ pytest.importorskip("diffusers", reason="needs the package diffusers", exc_type=
 pytest.importorskip("transformers", reason="needs the package transformers", exc_type=ImportError)
 pytest.importorskip("accelerate", reason="needs the package accelerate", exc_type=ImportError)
 
+from tests.pipeline_inputs import encoder as encoder_of
+from tests.pipeline_inputs import tokenizer
 from tests.test_apply import GROUP, SOL, config
 from workbench import cli
 from workbench.capture import open_capture
@@ -25,6 +27,7 @@ from workbench.capture.recorder import Recorder
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig, VideoSparseAttentionConfig
 from workbench.diffusers import attach, package
 from workbench.diffusers.folder import open_pipeline
+from workbench.diffusers.package import diffusers_package
 from workbench.diffusers.tiny_wan import tiny_wan, tiny_wan_pipeline, wan_pipeline
 from workbench.export import export_config
 from workbench.paths import notebooks_dir
@@ -104,20 +107,44 @@ def test_two_profiles_are_compared_in_latents_where_no_decoder_is(wan: PipelineV
     assert not found.pairs[0].runs["dense"].pixels
 
 
-def test_a_model_with_a_decoder_is_compared_in_pixels(wan: PipelineVideo):
-    from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that a checkpoint of Wan 2.2 has, tiny and random."""
     torch.manual_seed(0)
-    vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
     pipe = tiny_wan_pipeline(**SMALL)
-    pipe.register_modules(vae=vae.eval())
+    sizes = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    vae = diffusers_package().AutoencoderKLWan(z_dim=16, **sizes).eval()
+    words, encoder = tokenizer(), encoder_of(32, "UMT5")
+    pipe.register_modules(vae=vae, tokenizer=words, text_encoder=encoder)
+    folder = tmp_path_factory.mktemp("complete") / "Wan2.2-tiny"
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_complete_checkpoint_is_compared_in_pixels(complete: Path, dtype: torch.dtype):
+    pipe = open_pipeline(complete, dtype=dtype)
+    assert pipe.transformer.dtype == pipe.transformer_2.dtype == pipe.text_encoder.dtype == dtype
+    assert pipe.vae.dtype == torch.float32  # as its makers run it
     model = PipelineVideo(pipe, "tiny", SIZE, 2, guidance=1.0)
-    video = model.sample("a", 0, None).video
-    assert tuple(video.shape) == (9, 64, 64, 3)
-    assert 0 <= float(video.min()) <= float(video.max()) <= 1
     assert "latents" not in model.title
-    made = read_text("0-1=1.0", model.place)
-    assert math.isfinite(compare(model, [made], ["a"], [0]).values("profile", "ssim")[0])
+    assert "random" not in model.title
+    video = model.sample("red ball", 0, None).video
+    assert tuple(video.shape) == (9, 64, 64, 3)
+    assert 0 <= float(video.min()) < float(video.max()) <= 1
+    found = compare(model, [read_text("0-1=1.0", model.place)], ["red ball"], [0])
+    assert math.isfinite(found.values("profile", "ssim")[0])
+    assert found.pairs[0].runs["profile"].count("sparse") == 2 * 2
+
+
+def test_the_command_writes_videos_of_a_complete_checkpoint(complete: Path, tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("0-1=1.0")
+    out = tmp_path / "run"
+    done = invoke(tmp_path / "mine.txt", "--model", complete, "--prompt", "red ball", "--seeds", 0,
+                  "--size", "9,64,64", "--steps", 2, "--guidance", 1, "--out", out)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "PSNR" in done.stdout
+    assert {"comparison.png", "mine.gif", "dense.gif"} <= {path.name for path in out.iterdir()}
 
 
 def test_vsa_and_other_things_that_the_model_cannot_honour_are_refused(wan: PipelineVideo):

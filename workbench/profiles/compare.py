@@ -121,6 +121,7 @@ def compare(
 
     Raises:
         ValueError, TypeError, UnsupportedError: an argument does not fit; nothing is sampled then.
+        ValueError: a dense video is not finite.
     """
     _check_names(profiles)
     model.check(prompts, seeds)
@@ -172,6 +173,11 @@ def _dense_runs(model: VideoModel, prompt: str, seeds: Sequence[int], tick: Tick
     for seed in wanted:
         tick(f"{DENSE}: {prompt}, seed {seed}")
         found[seed] = model.sample(prompt, seed, None)
+        if not bool(torch.isfinite(found[seed].video).all()):
+            raise ValueError(
+                f"dense: {prompt!r}, seed {seed}: the model's own video holds NaN or infinite "
+                "values, so nothing can be compared with it; try another dtype, size or checkpoint"
+            )
     return found
 
 
