@@ -255,6 +255,56 @@ def capture(
 
 
 @app.command()
+def record(
+    model: Annotated[Path, typer.Argument(help="Folder of a diffusers pipeline or transformer.")],
+    out: Annotated[Path, typer.Option(help="The capture to make (.safetensors).")],
+    prompt: Annotated[str, typer.Option(help="Text of the video.")],
+    layers: Annotated[str, typer.Option(help="Layers to keep, such as 0,20,39.")],
+    at_steps: Annotated[str, typer.Option(help="Sampler steps to keep, such as 5,25.")],
+    heads: Annotated[str | None, typer.Option(help="Heads to keep. [default: all]")] = None,
+    query_blocks: Annotated[
+        int | None,
+        typer.Option(help="Keep this many blocks of 64 query rows. [default: all]"),
+    ] = None,
+    order: Annotated[str, typer.Option(help="Token order: raster, tile or morton.")] = "raster",
+    size: Annotated[
+        str | None, typer.Option(help="frames,height,width. [default: the pipeline's own]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="[default: the pipeline's own]")] = None,
+    guidance: Annotated[float | None, typer.Option(help="[default: the pipeline's own]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on with an interrupted recording.")] = False,
+    limit_mb: Annotated[int, typer.Option(help="Refuse a larger file (MiB).")] = 1024,
+    check: Annotated[bool, typer.Option("--check", help="Say how large, and stop.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    """Sample with a diffusers pipeline and record q, k, v of chosen layers, steps, heads, rows."""
+    from workbench.capture import recording_memory
+    from workbench.devices import choose_device
+    from workbench.profiles.models import pipeline
+    from workbench.profiles.record import RecordPlan, record_pipeline
+
+    plan = RecordPlan(
+        layers=_integers("layers", layers),
+        at_steps=_integers("at_steps", at_steps),
+        prompt=prompt,
+        seed=seed,
+        heads=None if heads is None else _integers("heads", heads),
+        query_blocks=query_blocks,
+        order=order,
+    )
+    sizes = None if size is None else _grid(size, "size")
+    video = pipeline(model, size=sizes, steps=steps, guidance=guidance, device=device)
+    spec = plan.spec(video)
+    host, on_device = recording_memory(spec, gpu=choose_device(device).type == "cuda")
+    typer.echo(f"{out}: will take {spec.total_bytes:,} bytes, {spec.label}")
+    typer.echo(f"recording takes up to {host:,} bytes of memory, {on_device:,} on the GPU")
+    if not check:
+        limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}
+        _say_made(record_pipeline(video, plan, spec, out, **limits))
+
+
+@app.command()
 def order(
     capture: Annotated[
         Path | None, typer.Argument(help="A capture (.safetensors); the bundled one by default.")
@@ -524,11 +574,11 @@ def _integers(name: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _grid(text: str) -> tuple[int, int, int]:
+def _grid(text: str, name: str = "grid") -> tuple[int, int, int]:
     """`8,16,16` -> (8, 16, 16)."""
-    axes = _integers("grid", text)
+    axes = _integers(name, text)
     if len(axes) != 3:
-        raise ValueError(f"--grid {text}: expected three sizes t,h,w such as 8,16,16")
+        raise ValueError(f"--{name} {text}: expected three sizes t,h,w such as 8,16,16")
     return axes
 
 

@@ -1,0 +1,104 @@
+"""`workbench record`: a pipeline of diffusers into a capture, no more steps than needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+from blockattn import TokenGrid
+from workbench import cli
+from workbench.capture import open_capture
+from workbench.diffusers.tiny_wan import tiny_wan
+from workbench.profiles.models import pipeline
+from workbench.profiles.pipeline import PipelineVideo
+from workbench.profiles.record import RecordPlan, record_pipeline
+
+SIZE = (13, 128, 128)  # 4 x 8 x 8 tokens
+GRID = (4, 8, 8)
+PLAN = RecordPlan((0, 2), (0, 1), "a disc", heads=(1,), query_blocks=2)
+
+
+@pytest.fixture(scope="module")
+def video() -> PipelineVideo:
+    return pipeline(size=SIZE, steps=4, device="cpu")
+
+
+def recorded(video: PipelineVideo, plan: RecordPlan, path: Path, **settings):
+    return record_pipeline(video, plan, plan.spec(video), path, **settings)
+
+
+def test_the_planned_calls_are_recorded_and_the_file_is_as_large_as_predicted(video, tmp_path):
+    capture = recorded(video, PLAN, tmp_path / "a")
+    assert capture.entries == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert capture.path.stat().st_size == PLAN.spec(video).total_bytes
+    assert capture.grid == TokenGrid(GRID)
+    assert capture.head_indices == [1]
+    assert capture.query_blocks == (2, 3)
+    assert "a disc (heads 1 of 2; 2 of 4 query blocks)" in capture.title
+    capture.verify()
+
+
+def test_steps_after_the_last_call_are_left_out_and_the_next_sampling_is_whole(video, tmp_path):
+    seen: list[int] = []
+    hook = video.pipe.transformer.register_forward_pre_hook(lambda *a: seen.append(1))
+    other = video.pipe.transformer_2.register_forward_pre_hook(lambda *a: seen.append(2))
+    recorded(video, PLAN, tmp_path / "a")
+    looked, seen[:] = len(seen), []
+    video.run("a disc", 0)
+    hook.remove()
+    other.remove()
+    assert looked == 1 + 2  # the look at the first call, and two steps of four
+    assert len(seen) == 4
+
+
+def test_the_capture_is_that_of_the_order_asked_for(video, tmp_path: Path):
+    raster = recorded(video, RecordPlan((1,), (1,), "a disc"), tmp_path / "a")
+    tile = recorded(video, RecordPlan((1,), (1,), "a disc", order="tile"), tmp_path / "b")
+    restored = tile.grid.restore(tile.load(1, 1).k)
+    assert tile.grid.order == "tile"
+    assert torch.allclose(restored.float(), raster.load(1, 1).k.float(), atol=5e-2)
+
+
+def test_with_guidance_the_half_with_the_text_is_kept(video, tmp_path: Path):
+    """Wan calls its model once for each half, and first with the text."""
+    plan = RecordPlan((1,), (0,), "a disc", seed=3)
+    alone = recorded(video, plan, tmp_path / "a")
+    guided = PipelineVideo(video.pipe, video.name, SIZE, 4, guidance=5.0)
+    both = recorded(guided, plan, tmp_path / "b")
+    assert torch.equal(both.load(1, 0).q, alone.load(1, 0).q)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": (3,)}, "layers=3: must be at least 0 and at most 2"),
+        ({"at_steps": (4,)}, "at_steps=4: must be at least 0 and at most 3"),
+        ({"heads": (2,)}, "heads has 2"),
+        ({"query_blocks": 3}, "must be even"),
+        ({"order": "hilbert"}, "order='hilbert'"),
+        ({"layers": ()}, "entries is empty"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_sampled(video, changes, message):
+    with pytest.raises(ValueError, match=message):
+        RecordPlan(**{**PLAN.__dict__, **changes}).spec(video)
+
+
+def test_the_record_command_takes_a_folder_and_predicts(tmp_path: Path):
+    folder, out = tmp_path / "wan", tmp_path / "a.safetensors"
+    tiny_wan().save_pretrained(folder)
+    arguments = ["record", str(folder), "--out", str(out), "--prompt", "a disc", "--layers", "0"]
+    arguments += ["--at-steps", "1", "--size", "13,128,128", "--steps", "3", "--device", "cpu"]
+    arguments += ["--guidance", "1"]
+    checked = CliRunner().invoke(cli.app, [*arguments, "--check"])
+    assert checked.exit_code == 0, checked.output
+    assert not out.exists()
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 0, done.output
+    assert f"will take {out.stat().st_size:,} bytes" in checked.output
+    assert open_capture(out).entries == [(0, 1)]

@@ -1,0 +1,103 @@
+"""`workbench record`: q, k, v of chosen calls of a pipeline of diffusers, into a capture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from blockattn import TokenGrid, checks
+from workbench.capture import Capture, CaptureSpec, Selection, open_capture, spread_blocks
+from workbench.capture.recorder import Recorder
+from workbench.capture.writer import LIMIT_BYTES
+from workbench.diffusers import attach
+from workbench.diffusers.order import token_order
+from workbench.models import AttentionCall
+from workbench.profiles.pipeline import PipelineVideo
+
+
+@dataclass(frozen=True)
+class RecordPlan:
+    """One sampling of a pipeline, and which of its self-attention calls to keep.
+
+    Attributes:
+        layers, at_steps: the calls to keep, all pairs of them.
+        prompt: of the video. seed: of its noise.
+        heads: query heads to keep; None keeps all.
+        query_blocks: how many blocks of 64 query rows to keep, spread evenly; None keeps all.
+        order: token order in which the blocks run: raster, tile or morton.
+    """
+
+    layers: tuple[int, ...]
+    at_steps: tuple[int, ...]
+    prompt: str
+    seed: int = 0
+    heads: tuple[int, ...] | None = None
+    query_blocks: int | None = None
+    order: str = "raster"
+
+    def spec(self, video: PipelineVideo) -> CaptureSpec:
+        """What the capture will hold, and so how large it will be; looks at one attention call.
+
+        Raises:
+            ValueError, TypeError: a layer, step, head or number of rows that there is not.
+        """
+        video.check([self.prompt], [self.seed])
+        seen = video.look(self.prompt)
+        places = seen.grid
+        grid = TokenGrid(places.shape, places.prefix, places.suffix, self.order)
+        for name, values, count in (
+            ("layers", self.layers, len(video.module_names)),
+            ("at_steps", self.at_steps, len(seen.times)),
+        ):
+            for value in values:
+                checks.integer(name, value, maximum=count - 1)
+        blocks = self.query_blocks
+        chosen = None if blocks is None else spread_blocks(grid.tokens, blocks)
+        return CaptureSpec(
+            grid=grid,
+            entries=tuple((layer, step) for layer in self.layers for step in self.at_steps),
+            heads=seen.heads,
+            head_dim=seen.head_dim,
+            title=f"{video.name}, {self.prompt}",
+            selection=Selection(self.heads, chosen),
+            details={"model": video.title, "prompt": self.prompt, "seed": str(self.seed)},
+        )
+
+
+def record_pipeline(
+    video: PipelineVideo,
+    plan: RecordPlan,
+    spec: CaptureSpec,
+    path: str | Path,
+    *,
+    limit_bytes: int = LIMIT_BYTES,
+    resume: bool = False,
+) -> Capture:
+    """Samples with the model's own attention until every planned call has been recorded.
+
+    Of a guidance batch the half with the text is kept, which these pipelines put last.
+
+    Args:
+        video: the pipeline with its settings. plan: what to sample and keep. spec: `plan.spec`.
+        path, limit_bytes, resume: as of :class:`workbench.capture.recorder.Recorder`.
+
+    Raises:
+        ValueError, OSError: the file would be too large; nothing is sampled then.
+        UnsupportedError: a model that cannot run in the order.
+    """
+    limits = {"limit_bytes": limit_bytes, "resume": resume, "conditional": "last"}
+    with Recorder(path, spec, **limits) as recorder:
+
+        def observe(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
+            recorder.observe(q, k, v, call)
+            # Pipelines leave out the steps after that; what they return then is not finished.
+            video.pipe._interrupt = recorder.complete
+
+        with (
+            attach(video.pipe, None, observe=observe) as attached,
+            token_order(attached, plan.order),
+        ):
+            video.run(plan.prompt, plan.seed)
+    return open_capture(path)
