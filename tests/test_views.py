@@ -49,6 +49,18 @@ def all_decisions() -> torch.Tensor:
     return classes
 
 
+@pytest.mark.parametrize("y", [0.0, 0.5, 1.0])
+def test_the_mark_of_a_curve_keeps_its_label_inside_the_chart(y: float):
+    figure = views.new_figure(3, 2)
+    ax = figure.subplots()
+    views.draw_curve(ax, [0.0, 1.0, 2.0], [[1.0, 0.5, 0.0]], (2 - 2 * y, y), title="t")
+    figure.draw_without_rendering()
+    (label,) = ax.texts
+    box, frame = label.get_window_extent(), ax.get_window_extent()
+    assert frame.y0 <= box.y0 < box.y1 <= frame.y1
+    assert frame.x0 <= box.x0 < box.x1 <= frame.x1
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [({"query": 12}, "query=12"), ({"query": -1}, "query=-1"), ({"query": 0, "key": 12}, "key=12")],

@@ -148,6 +148,17 @@ def test_a_failing_attention_call_keeps_the_pictures_and_names_the_error(
     assert tuner.measured is None
 
 
+def test_what_is_faster_elsewhere_is_named_and_its_reasons_unfold(tuner: TauTuner):
+    assert tuner.measured is not None
+    names = list(dict.fromkeys(reason.impl for reason in tuner.measured.trace.reasons))
+    assert "triton" in names
+    head, _, rest = tuner.what_ran.partition("<summary>Faster, but not here: ")
+    summary, _, why = rest.partition("</summary>")
+    assert summary == ", ".join(names)
+    assert "needs a CUDA GPU" in why
+    assert "needs a CUDA GPU" not in head
+
+
 def test_a_run_that_was_dense_is_called_dense(tuner: TauTuner):
     tuner.controls.sink_tokens.value = GRID.tokens
     assert "this ran dense" in tuner.what_ran

@@ -69,13 +69,13 @@ def _mark(ax: Axes, point: tuple[float, float]) -> None:
     x, y = point
     ax.axvline(x, color=QUERY, linewidth=1.0, zorder=2)
     ax.plot(x, y, "o", color=QUERY, markeredgecolor="white", markersize=8, zorder=6)
-    low, high = ax.get_xlim()
     # The label stays inside the axes, on the side with more room, on a pale ground.
-    left = x > low + 0.6 * (high - low)
+    across, up = (ax.transData + ax.transAxes.inverted()).transform(point)
+    left, below = across > 0.6, up > 0.85
     ax.annotate(
         f"{y:.3g}",
         (x, y),
-        (-9 if left else 9, 8),
+        (-9 if left else 9, -16 if below else 8),
         textcoords="offset points",
         ha="right" if left else "left",
         fontsize=SMALL + 1,

@@ -22,7 +22,7 @@ def card(table: SweepTable, point: Point, metric: str, cost: str) -> str:
         point.name,
         f"{gain_name(cost)}: {point.gain:.3g}",
         f"{metric}: {value} ({point.worst:.4g} .. {point.best:.4g}, "
-        f"{len(table.of(point.name))} videos)",
+        f"{_videos(len(table.of(point.name)))})",
         *(f"against it: {reason}" for reason in point.missed),
         "",
     ]
@@ -102,6 +102,10 @@ def origin(database: Path, setting: str) -> str:
         "commands": list(dict.fromkeys(" ".join(run["record"]["command"]) for run in runs)),
     }
     return "\n".join(show.lines(record))
+
+
+def _videos(number: int) -> str:
+    return f"{number} video" if number == 1 else f"{number} videos"
 
 
 def _with_unit(value: float, metric: str) -> str:

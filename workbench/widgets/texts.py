@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from torch import Tensor
 
+from blockattn.errors import Reason
 from workbench.views.table import Table
 from workbench.widgets.capture_session import CaptureSession, Measured
 
@@ -115,18 +116,27 @@ def configuration(text: str) -> str:
 def call(measured: Measured, head: int) -> str:
     """What ran, delivered density, time, error of each head, and why nothing faster ran."""
     trace = measured.trace
-    reasons = "; ".join(escape(str(reason)) for reason in trace.reasons)
-    faster = (
-        f" Faster, but not here: {reasons}."
-        if reasons
-        else " It is the first choice for this call."
-    )
+    first = "" if trace.reasons else " It is the first choice for this call."
     dense = " <b>Nothing was sparse: this ran dense.</b>" if trace.density == 1 else ""
     names = f"{escape(trace.algorithm)} on implementation <b>{escape(trace.impl)}</b>"
     return (
         f"{names}, delivered density <b>{trace.density:.4f}</b> over all heads, "
         f"{measured.seconds * 1e3:,.0f} ms with routing (one call).{dense} Relative L2 error "
-        f"against dense: {_errors(measured.relative_l2, head)}.{faster}"
+        f"against dense: {_errors(measured.relative_l2, head)}.{first}{_faster(trace.reasons)}"
+    )
+
+
+def _faster(reasons: Sequence[Reason]) -> str:
+    """Which implementations are faster but did not serve the call; unfolded, why."""
+    if not reasons:
+        return ""
+    why: dict[str, list[str]] = {}
+    for reason in reasons:
+        why.setdefault(reason.impl, []).append(reason.text)
+    rows = (f"<li>{escape(name)}: {escape('; '.join(found))}</li>" for name, found in why.items())
+    return (
+        f"<details><summary>Faster, but not here: {escape(', '.join(why))}</summary>"
+        f'<ul style="margin:0">{"".join(rows)}</ul></details>'
     )
 
 
