@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blockattn import BlockRoute, BlockSummary, attend, sol_attention
-from blockattn.impl import cudnn, reference, triton
+from blockattn.impl import cudnn, reference, registry, triton
 from blockattn.problem import make_problem
 from tests.adapter_inputs import (
     DEVICE,
@@ -141,15 +141,27 @@ def test_nan_in_padded_keys_does_not_leak(on_hopper, monkeypatch):
 
 
 @planted_gpu
-def test_auto_takes_it_for_plain_masks_of_64_by_64_alone(on_hopper, monkeypatch):
+def test_auto_takes_it_for_large_masks_of_64_by_64_without_a_tail(on_hopper, monkeypatch):
     Planted(monkeypatch)
     q, k, v = draw(256, dtype=torch.float16)
+    work = 4 * 256 * 256 * 2 * 128
     route, lengths = random_route(q, k), torch.full((4,), 60, dtype=torch.int32)
-    _, trace = attend(q, k, v, route, return_trace=True)
-    assert (trace.impl, trace.reasons) == ("cudnn", ())
-    for settings in ({"tail": BlockSummary.of(k, v)}, {"block_lengths": lengths}):
-        _, trace = attend(q, k, v, route, return_trace=True, **settings)
-        assert trace.impl == "triton"
+    calls = {
+        "mask": {},
+        "padded": {"block_lengths": lengths},
+        "tail": {"tail": BlockSummary.of(k, v)},
+    }
+    for mask, padded, chosen in (
+        (work, work, {"mask", "padded"}),
+        (work, work + 1, {"mask"}),
+        (work + 1, work + 1, set()),
+    ):
+        monkeypatch.setattr(registry, "CUDNN_FROM", mask)
+        monkeypatch.setattr(registry, "CUDNN_PADDED_FROM", padded)
+        for name, settings in calls.items():
+            _, trace = attend(q, k, v, route, return_trace=True, **settings)
+            assert trace.impl == ("cudnn" if name in chosen else "triton")
+            assert trace.reasons == ()
 
 
 # -- the merge ------------------------------------------------------------------------------------
@@ -323,7 +335,7 @@ def test_a_replayed_graph_equals_a_launch_bit_for_bit(name):
 
 @pytest.mark.sm90
 @needs_library
-def test_auto_takes_it_for_a_plain_mask_on_this_gpu():
-    q, k, v = draw(1024)
+def test_auto_takes_it_for_a_large_mask_on_this_gpu():
+    q, k, v = draw(16384, heads=24)
     _, trace = attend(q, k, v, random_route(q, k), return_trace=True)
     assert (trace.impl, trace.reasons) == ("cudnn", ())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockattn import BlockRoute, BlockSummary, attend
-from blockattn.impl import flash, reference
+from blockattn.impl import flash, reference, registry
 from blockattn.problem import make_problem
 from tests.adapter_inputs import (
     DEVICE,
@@ -216,13 +216,17 @@ def test_coarsening_is_asked_for_and_the_density_delivered_is_that_of_the_coarse
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a machine without a GPU, which is planted")
-def test_auto_takes_it_for_dense_calls_and_for_larger_blocks(on_hopper, monkeypatch):
+def test_auto_takes_it_for_large_dense_calls_and_for_larger_blocks(on_hopper, monkeypatch):
     Planted(monkeypatch)
+    monkeypatch.setattr(registry, "FLASH_FROM", 4 * 256 * 256 * 2 * 128)
     q, k, v = draw(256)
     for route in (None, random_route(q, k, (128, 128))):
         _, trace = attend(q, k, v, route, return_trace=True)
         assert trace.impl == "flash"
         assert trace.reasons == ()
+    _, trace = attend(q[:, :255], k, v, return_trace=True)
+    assert trace.impl == "eager"
+    assert trace.reasons == ()
 
 
 # -- on a GPU -------------------------------------------------------------------------------------
@@ -357,7 +361,7 @@ def test_a_replayed_graph_equals_a_launch_bit_for_bit(name):
 
 @pytest.mark.gpu
 @needs_library
-def test_auto_takes_it_for_a_dense_call_on_this_gpu():
-    _, trace = attend(*draw(1000), return_trace=True)
+def test_auto_takes_it_for_a_large_dense_call_on_this_gpu():
+    _, trace = attend(*draw(8192, heads=24), return_trace=True)
     assert trace.impl == "flash"
     assert trace.reasons == ()

@@ -74,27 +74,41 @@ def check_name(impl: object) -> str:
 
 def _order(problem: Problem) -> tuple[Implementation, ...]:
     """Fastest first. A plain dense call is faster in torch's own attention, which eager calls, than
-    in the kernels of this project; on a Hopper GPU a library is faster still for some calls."""
+    in the kernels of this project; on a Hopper GPU a library is faster still for large calls."""
     library = _faster_library(problem)
     plain = problem.plain and not problem.round_p
 
     def place(item: Implementation) -> int:
         if item.name == library:
             return -1
-        return int(plain and item.name in ("triton", "cute"))
+        return int(plain and item.name in ("triton", "cute", "cudnn", "flash"))
 
     return tuple(sorted(_FASTEST_FIRST, key=place))
 
 
+# Multiplications and additions of a call over its full range from which on a library is ahead, on
+# an H200 (docs/log.md): below, its time on the host shows, about 0.15 ms (flash) and 0.4 ms (cudnn)
+# a call. What a route leaves of the range is on the device and not read.
+FLASH_FROM = 1e11  # of a dense call: T = 4,096 with 24 heads of 128
+CUDNN_FROM = 3e12  # of a block mask: T = 16,384
+CUDNN_PADDED_FROM = 1e13  # of one with padded blocks: T = 32,768
+
+
 def _faster_library(problem: Problem) -> str | None:
-    """What was measured to be ahead of everything else (docs/bench/h200.json): flash-attn-4 on
-    dense calls, cuDNN on plain block masks of 64 x 64; flash-attn-4 also on larger blocks, which
-    only libraries serve. With a tail or padded blocks neither was measured."""
+    """The library that was measured ahead of everything else for such a call, None without one.
+
+    Blocks other than 64 x 64 are served by libraries alone; there flash-attn-4 was ahead at every
+    size. With a tail the Triton kernels were.
+    """
+    work = 4.0 * problem.q.numel() * problem.k.shape[1]
     if problem.plain:
-        return "flash"
-    if problem.algorithm != "block_mask" or problem.block_lengths is not None:
+        return "flash" if (work / 2 if problem.causal else work) >= FLASH_FROM else None
+    if problem.algorithm != "block_mask":
         return None
-    return "cudnn" if problem.block == (64, 64) else "flash"
+    if problem.block != (64, 64):
+        return "flash"
+    padded = problem.block_lengths is not None
+    return "cudnn" if work >= (CUDNN_PADDED_FROM if padded else CUDNN_FROM) else None
 
 
 def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[Reason, ...]]:
