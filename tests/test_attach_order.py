@@ -137,8 +137,22 @@ def test_an_unknown_order_is_refused():
             token_order(attached, "hilbert").__enter__()
 
 
-def test_a_time_for_each_token_is_refused_with_the_reason():
+def test_times_of_the_single_tokens_of_wan_follow_the_tokens():
     case = BY_NAME["wan"]
+    model = case.model()
+    times = torch.linspace(0, 900, VIDEO).expand(2, -1)
+    inputs = {**case.inputs(), "timestep": times, "return_dict": False}
+    with torch.no_grad():
+        plain = model(**inputs)[0]
+        with workbench.attach(model, None) as attached, token_order(attached, "tile"):
+            turned = model(**inputs)[0]
+        backwards = model(**{**inputs, "timestep": times.flip(1)})[0]
+    assert torch.allclose(turned, plain, atol=1e-4)
+    assert not torch.allclose(backwards, plain, atol=1e-3)
+
+
+def test_a_time_for_each_token_is_refused_elsewhere_with_the_reason():
+    case = BY_NAME["ltx"]
     model = case.model()
     inputs = {**case.inputs(), "timestep": torch.full((2, VIDEO), 500.0)}
     with workbench.attach(model, None) as attached, token_order(attached, "tile"):

@@ -26,6 +26,9 @@ from workbench.diffusers.model import AttachedModel
 
 ROTATION = "image_rotary_emb"  # argument of models that get their rotations from the pipeline
 TOKENS = "hidden_states"
+CONDITION = (
+    "condition_embedder"  # of Wan: (temb of the last layer, that of the blocks, text, image)
+)
 
 
 @contextmanager
@@ -66,6 +69,7 @@ class Reorder:
         self._names = tuple(inspect.signature(type(self._model).forward).parameters)[1:]
         self._handles: list[RemovableHandle] = []
         self._grid: TokenGrid | None = None
+        self._by_token = False
         self._check(compiled=model._outer is not self._model)
 
     def start(self) -> None:
@@ -76,9 +80,10 @@ class Reorder:
         self._handles.append(
             self._model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         )
-        rope = getattr(self._model, "rope", None)
-        if isinstance(rope, nn.Module):
-            self._handles.append(rope.register_forward_hook(self._after_rope))
+        for name, hook in (("rope", self._after_rope), (CONDITION, self._after_condition)):
+            part = getattr(self._model, name, None)
+            if isinstance(part, nn.Module):
+                self._handles.append(part.register_forward_hook(hook))
         self._handles.append(first.register_forward_pre_hook(self._before_first, with_kwargs=True))
         self._handles.append(last.register_forward_hook(self._after_last))
         self.forward.order = self.order
@@ -120,10 +125,13 @@ class Reorder:
 
     def _places(self, given: Mapping[str, Any]) -> TokenGrid:
         time = given.get("timestep")
-        if isinstance(time, Tensor) and time.ndim > 1 and time.shape[1] > 1:
+        times = tuple(time.shape) if isinstance(time, Tensor) else ()
+        self._by_token = len(times) > 1 and times[1] > 1
+        if self._by_token and not hasattr(self._model, CONDITION):
             raise UnsupportedError(
-                f"{self.name}: timestep has shape {tuple(time.shape)}, one for each token, which "
-                "is not put in another order; use raster order"
+                f"{self.name}: timestep has shape {times}, one for each token, which "
+                f"is put in another order for Wan alone, not for {self.family.model}; use raster "
+                "order"
             )
         shape = self.family.grid(self._model.config, given)
         if shape is None:
@@ -136,6 +144,14 @@ class Reorder:
     def _after_rope(self, module: nn.Module, args: Any, output: Any) -> Any:
         del module, args
         return self._turned(output)
+
+    def _after_condition(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Times of the single tokens follow the tokens; the last layer works in raster order."""
+        del module, args
+        if not self._by_token:
+            return output
+        last, blocks, *others = output
+        return (last, self._at_work().arrange(blocks), *others)
 
     def _before_first(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         del module
