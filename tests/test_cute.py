@@ -213,8 +213,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(cache, "kernel", lambda variant, arch: (kernel, None))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    gpu = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
     return calls
 
 

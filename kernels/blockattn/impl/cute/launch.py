@@ -64,7 +64,7 @@ def _launch(
         summaries = tuple(_packed(x) for x in (tail.k_mean, tail.v_sum, tail.lengths))
     lengths = None if problem.block_lengths is None else _packed(problem.block_lengths)
     limit = math.log2(problem.skip_threshold) if problem.skip_threshold else -math.inf
-    programs = torch.cuda.get_device_properties(out.device).multi_processor_count
+    programs = processors(out.device)
     with torch.cuda.device(out.device):
         kernel(
             *(_regular(x) for x in (problem.q, problem.k, problem.v)), out, lse,
@@ -72,6 +72,11 @@ def _launch(
             programs,
         )  # fmt: skip
     return load
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU: so many programs of the kernel run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def route_lists(problem: Problem) -> tuple[Tensor, Tensor]:
