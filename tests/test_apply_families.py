@@ -16,6 +16,7 @@ from workbench.diffusers import attach
 from workbench.export import export_config
 from workbench.profiles.pipeline import PipelineVideo
 from workbench.profiles.profile import Profile, read_text
+from workbench.profiles.record import spread_plan
 
 STEPS, PROMPT = 3, "red ball"
 
@@ -78,7 +79,7 @@ def test_vsa_is_refused_where_text_attends_with_the_video(model: PipelineVideo):
 
 def test_a_capture_of_the_first_call_is_as_large_as_the_call(model: PipelineVideo):
     shapes = []
-    spec = model.capture_spec(1, 1, 9, prompt=PROMPT)
+    plan = spread_plan(model, layers=1, steps=1, heads=9, prompt=PROMPT)
     with attach(model.pipe, None, observe=lambda q, k, v, call: shapes.append(q.shape)):
         model.run(PROMPT, 0)
-    assert tuple(shapes[0][1:]) == spec.call_shape("q")[1:]
+    assert tuple(shapes[0][1:]) == plan.spec(model).call_shape("q")[1:]

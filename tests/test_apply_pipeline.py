@@ -32,8 +32,9 @@ from workbench.diffusers.tiny_wan import tiny_wan, tiny_wan_pipeline, wan_pipeli
 from workbench.export import export_config
 from workbench.paths import notebooks_dir
 from workbench.profiles.compare import compare
-from workbench.profiles.pipeline import PipelineVideo, spread
+from workbench.profiles.pipeline import PipelineVideo
 from workbench.profiles.profile import Profile, read_text
+from workbench.profiles.record import spread, spread_plan
 from workbench.profiles.understood import understand
 from workbench.profiles.verdict import verdict
 
@@ -200,24 +201,22 @@ def test_settings_are_refused_before_anything_runs(
         PipelineVideo(wan.pipe, **settings)
 
 
-def test_an_observed_recording_is_a_capture_of_the_dense_run(wan: PipelineVideo, tmp_path: Path):
-    spec = wan.capture_spec(2, 2, 9, prompt="a", seed="0")
-    with Recorder(tmp_path / "c.safetensors", spec) as recorder:
+def test_a_plan_of_evenly_spread_calls_records_the_dense_run(wan: PipelineVideo, tmp_path: Path):
+    plan = spread_plan(wan, layers=2, steps=2, heads=1, prompt="a")
+    with Recorder(tmp_path / "c.safetensors", plan.spec(wan)) as recorder:
         with attach(wan.pipe, None, observe=recorder.observe):
             video = wan.run("a", 0)
     assert torch.equal(video, wan.run("a", 0))
     capture = open_capture(tmp_path / "c.safetensors")
     assert capture.entries == [(0, 0), (0, 3), (1, 0), (1, 3)]
     assert capture.time(1, 3) == pytest.approx(wan.seen.times[3])
-    assert capture.load(0, 3).q.shape == (1, 192, 2, 32)
+    assert capture.load(0, 3).q.shape == (1, 192, 1, 32)
 
 
-def test_a_capture_keeps_calls_and_heads_that_are_evenly_spread(wan: PipelineVideo):
-    spec = wan.capture_spec(1, 3, 1, prompt="a")
-    assert spec.entries == ((1, 0), (1, 2), (1, 3))
-    assert spec.selection.heads == (1,)
+def test_indices_are_spread_evenly_over_what_there_is():
     assert spread(40, 4) == (0, 13, 26, 39)
     assert spread(3, 9) == (0, 1, 2)
+    assert spread(5, 1) == (2,)
     with pytest.raises(ValueError, match="wanted=0"):
         spread(3, 0)
 

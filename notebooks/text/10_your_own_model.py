@@ -27,7 +27,7 @@ STEPS = None
 GUIDANCE = None
 PROMPTS = ["a red ball rolls over wet grass"]
 SEEDS = [0, 1, 2]
-RECORD = (3, 2, 4)  # how many layers, steps and heads to record, evenly spread
+RECORD = {"layers": 3, "steps": 2, "heads": 4}  # how many to record, evenly spread
 LIMIT = 4 * 2**30  # bytes that the capture may take
 TARGET_DENSITY = 0.4
 OUT = None  # folder for the files; None is a temporary one
@@ -45,6 +45,7 @@ from workbench.export import export_config
 from workbench.profiles.compare import compare
 from workbench.profiles.models import pipeline
 from workbench.profiles.profile import read_file
+from workbench.profiles.record import spread_plan
 from workbench.profiles.text import between, distance_table, ran_table
 from workbench.profiles.understood import understood_table
 from workbench.profiles.verdict import verdict
@@ -60,15 +61,16 @@ print(model.title)
 #
 # `workbench.attach(pipe, config)` replaces the attention function inside the video's self-attention, nothing else, and puts it back
 # at the end of the `with` block. `None` is dense: the video stays the same bit for bit, while the calls are counted. A `Recorder`
-# looks on and keeps a part of them; how large the file will be is known before.
+# looks on and keeps a part of them; how large the file will be is known before. `workbench record FOLDER` does the same.
 
 # %%
-spec = model.capture_spec(*RECORD, prompt=PROMPTS[0], seed=str(SEEDS[0]))
-kept = len(spec.selection.heads or range(spec.heads))
-calls = f"{len(spec.entries)} calls of {spec.grid.tokens:,} tokens, {kept} of {spec.heads} heads"
-print(f"{spec.total_bytes:,} bytes for {calls}")
+spec = spread_plan(model, **RECORD, prompt=PROMPTS[0], seed=SEEDS[0]).spec(model)
+calls = f"{len(spec.entries)} calls of {spec.grid.tokens:,} tokens"
+print(f"{spec.total_bytes:,} bytes for {calls}, {spec.heads} heads in the model")
 
-with Recorder(folder / "mine.safetensors", spec, limit_bytes=LIMIT) as recorder:
+# Where guidance is one batch, these pipelines put the half with the text last.
+limits = {"limit_bytes": LIMIT, "conditional": "last"}
+with Recorder(folder / "mine.safetensors", spec, **limits) as recorder:
     with workbench.attach(model.pipe, None, observe=recorder.observe) as attached:
         recorded = model.run(PROMPTS[0], SEEDS[0])
 print(attached.report())

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from blockattn import TokenGrid, checks
 from workbench.attention import SparseAttention
-from workbench.capture import CaptureSpec, Selection
 from workbench.config.checkpoint import read_calibration
 from workbench.diffusers import attach
 from workbench.diffusers.families import family_of
@@ -202,32 +201,6 @@ class PipelineVideo:
         told = dict.fromkeys(str(w.message) for w in caught if OURS & set(Path(w.filename).parts))
         return Run(video, self._has("vae"), tuple(attached.records), seconds, tuple(told))
 
-    def capture_spec(
-        self, layers: int, steps: int, heads: int, *, prompt: str, **details: str
-    ) -> CaptureSpec:
-        """What a capture of evenly spread calls will hold, and so how large it will be.
-
-        Args:
-            layers, steps, heads: how many of each; all where the model has no more.
-            prompt: of the sampling; in some models its length is that of the text tokens.
-            details: what else the file says about itself.
-        """
-        seen = self.look(prompt)
-        entries = tuple(
-            (layer, step)
-            for layer in spread(len(self.module_names), layers)
-            for step in spread(len(seen.times), steps)
-        )
-        return CaptureSpec(
-            grid=seen.grid,
-            entries=entries,
-            heads=seen.heads,
-            head_dim=seen.head_dim,
-            title=f"{self.name}, {prompt}",
-            selection=Selection(None if heads >= seen.heads else spread(seen.heads, heads)),
-            details={"model": self.title, "prompt": prompt, **details},
-        )
-
     def run(self, prompt: str, seed: int) -> Tensor:
         """One video with whatever attention is attached; as :attr:`Run.video`."""
         return self._call(prompt, seed)
@@ -284,19 +257,6 @@ class PipelineVideo:
         generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
         made = torch.randn(1, TEXT_TOKENS, width, generator=generator)
         return made.to(self._part.device, self._part.dtype)
-
-
-def spread(count: int, wanted: int) -> tuple[int, ...]:
-    """Indices below count, evenly spread, the first and the last among them.
-
-    Raises:
-        ValueError: fewer than one is wanted.
-    """
-    checks.integer("wanted", wanted, minimum=1)
-    if wanted == 1:
-        return (count // 2,)
-    number = min(count, wanted)
-    return tuple(round(n * (count - 1) / max(1, number - 1)) for n in range(number))
 
 
 class _Enough(Exception):

@@ -66,6 +66,39 @@ class RecordPlan:
         )
 
 
+def spread_plan(
+    video: PipelineVideo, *, layers: int, steps: int, heads: int, prompt: str, seed: int = 0
+) -> RecordPlan:
+    """A plan of evenly spread calls and heads, so that one setting fits every model.
+
+    Args:
+        video: the pipeline.
+        layers, steps, heads: how many of each; all where the model has no more.
+        prompt, seed: of the sampling.
+    """
+    seen = video.look(prompt)
+    return RecordPlan(
+        layers=spread(len(video.module_names), layers),
+        at_steps=spread(len(seen.times), steps),
+        prompt=prompt,
+        seed=seed,
+        heads=None if heads >= seen.heads else spread(seen.heads, heads),
+    )
+
+
+def spread(count: int, wanted: int) -> tuple[int, ...]:
+    """Indices below count, evenly spread, the first and the last among them.
+
+    Raises:
+        ValueError: fewer than one is wanted.
+    """
+    checks.integer("wanted", wanted, minimum=1)
+    if wanted == 1:
+        return (count // 2,)
+    number = min(count, wanted)
+    return tuple(round(n * (count - 1) / max(1, number - 1)) for n in range(number))
+
+
 def record_pipeline(
     video: PipelineVideo,
     plan: RecordPlan,
