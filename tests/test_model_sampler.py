@@ -31,7 +31,7 @@ class Oracle(VideoDiT):
         super().__init__(DiTConfig(depth=1, width=16, heads=1, head_dim=16))
         self.video = video
 
-    def forward(self, x, time, label, *, attention=dense_attention, step=None):
+    def forward(self, x, time, label, *, attention=dense_attention, step=None, order="raster"):
         return (x - self.video) / time
 
 
