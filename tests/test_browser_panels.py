@@ -116,6 +116,18 @@ def test_every_step_of_the_keyboard_is_one_dense_step_more(page: Any):
         assert Schedule(times, 6, cutoff=float(cutoff.inner_text())).dense_steps == wanted
 
 
+def test_fewer_steps_and_back_leave_the_cutoff_as_it_was(page: Any):
+    editor = panel(page, "schedule")
+    cutoff, steps = (editor.locator(".widget-readout").nth(n) for n in (0, 1))
+    before, number = cutoff.inner_text(), editor.locator("input[type=number]").nth(1)
+    for count in (5, 20):
+        number.fill(f"{count}")
+        page.keyboard.press("Tab")
+        editor.get_by_text(f"of {count} steps are dense").wait_for()
+        dense = Schedule(tuple(denoising_times(count, 3.0)[:-1]), 6, float(before)).dense_steps
+        assert (cutoff.inner_text(), steps.inner_text()) == (before, f"{dense}")
+
+
 def test_a_mistake_is_shown_where_it_was_made(page: Any):
     editor = panel(page, "schedule")
     layers = editor.locator("input[type=text]").first

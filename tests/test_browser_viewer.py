@@ -231,6 +231,8 @@ def test_large_scores_come_when_asked_for_and_tau_then_moves(lab: Lab):
     mask = Mask.of_scores(scores, 1.4)
     assert viewer.summary() == decisions.describe(mask.classes(0))
     assert_same(viewer.picture(), mask.window(0).density)
+    text = viewer.read("v.index.text.textContent")
+    assert text.startswith("density of head 0 of the shown call at tau 1.40, of the others as made")
     print(f"\n100,000 tokens: tau, median {statistics.median(times):.0f} ms")
     keep_picture(viewer.root, "viewer_large_tau")
     viewer.set_tau(1.0)

@@ -32,8 +32,8 @@ def draw_schedule(
         at = [times[step] for step in steps]
         # One artist for each kind: a thousand steps are drawn as fast as twenty.
         ax.vlines(steps, 0, at, colors=color, linewidths=pen, zorder=3)
-        face = {"markerfacecolor": color if kept else "white", "markeredgecolor": color}
-        ax.plot(steps, at, mark, markersize=5.5, zorder=4, **face)
+        (points,) = ax.plot(steps, at, mark, markersize=5.5, zorder=4, color=color)
+        points.set_markerfacecolor(color if kept else "white")
     ax.set_ylim(0, 1.22)
     ax.set_xlim(-0.8, len(times) - 0.2)
     tidy(ax, xlabel="step", ylabel="denoising time (1 = noisiest)", title=title)

@@ -27,7 +27,7 @@ class EntryControls:
     def offer_heads(self, count: int) -> None:
         """Another layer may have fewer heads; one that it lacks becomes its last one."""
         if len(self.head.options) != count:
-            wanted = min(self.head.value, count - 1)
+            wanted = min(int(self.head.value or 0), count - 1)
             self.head.options = range(count)
             self.head.value = wanted
 

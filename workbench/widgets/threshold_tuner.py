@@ -41,13 +41,14 @@ class ThresholdTuner(Tuner):
         session, grid = SkipSession(capture, device), capture.grid
         frames = FramesPanel(grid.shape, capture.video, title_of, "query tile", "skipped")
         edges = {tile: decisions.frame_edges(grid, tile) for tile in TILES}
-        super().__init__(session, SkipControls(session), SkipPanel(edges), frames)
+        self._skip, self._knobs = session, SkipControls(session)
+        super().__init__(session, self._knobs, SkipPanel(edges), frames)
 
     def _prepare(self) -> None:
         super()._prepare()
         if self._fresh and self.state.log2_threshold == SkipState.log2_threshold:
             self._fresh = False
-            self.controls.log2_threshold.value = self.session.start(self.state)
+            self._knobs.log2_threshold.value = self._skip.start(self.state)
         self._fresh = False
 
     def _setting(self) -> tuple[SkipSoftmaxConfig, list[str]]:

@@ -105,8 +105,8 @@ class RouteViewer(anywidget.AnyWidget):
         self.mask = book.load(*place)
         grid, ground = self.mask.grid, payload.ground(book)
         counts = self._part_counts()
-        for name, count in counts.items():
-            self.add_traits(**{f"{name}_{n}": _synced(traitlets.Bytes, b"") for n in range(count)})
+        names = (f"{name}_{n}" for name, count in counts.items() for n in range(count))
+        self.add_traits(**{name: _synced(traitlets.Bytes, b"") for name in names})
         constants = {"parts": counts, "ground": list(ground.shape), "started": started}
         super().__init__(
             facts=payload.facts(book, self.mask) | constants,
@@ -125,9 +125,6 @@ class RouteViewer(anywidget.AnyWidget):
         self.ground = ground.tobytes()
         units = token_blocks(book.grid, math.gcd(*self.mask.passing.block))
         self._hand_over("token_blocks", units.tobytes())
-        self._hand_over("errors", book.table(book.errors, self.mask.heads).tobytes())
-        if self.facts["curved"]:
-            self._hand_over("curves", payload.curves(book, self.mask))
         self.observe(lambda _: self._later(), names=["layer", "step", "head", "want_scores"])
         self.observe(self._log_browser, names="browser_problem")
 
@@ -270,10 +267,18 @@ class RouteViewer(anywidget.AnyWidget):
         """A mask that was loaded has a place in the index."""
         place = self.book.place((self.shown["layer"], self.shown["step"]))
         fresh, table = self._table is None, self._densities()
+        if fresh:
+            self._send_constant_tables()
         if np.isnan(table[place]).all():
             table[place], fresh = self.mask.density().numpy(), True
         if fresh:
             self._hand_over("densities", table.tobytes())
+
+    def _send_constant_tables(self) -> None:
+        """After the first picture, which has no use for them yet."""
+        self._hand_over("errors", self.book.table(self.book.errors, self.mask.heads).tobytes())
+        if self.facts["curved"]:
+            self._hand_over("curves", payload.curves(self.book, self.mask))
 
     def _densities(self) -> np.ndarray:
         """Densities of every known mask as made, float32 ``[layers, steps, heads]``; else NaN."""

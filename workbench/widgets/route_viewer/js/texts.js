@@ -136,7 +136,10 @@ function ofWhich(index) {
     return " of the masks as made";
   }
   const at = `at tau ${tauText(tau)}`;
-  return index.follows === "all" ? ` ${at}` : ` of the shown call ${at}, of the others as made`;
+  if (index.follows === "all") return ` ${at}`;
+  const { count, first } = index.viewer.pairs; // heads whose scores are here
+  const which = count === facts.heads ? "the shown call" : `head ${first} of the shown call`;
+  return ` of ${which} ${at}, of the others as made`;
 }
 
 /** The line under the index: range of the figures and the extreme call. */
