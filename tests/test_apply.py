@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ from workbench.profiles.compare import (
 )
 from workbench.profiles.profile import FORMATS, Profile, read_file, read_text, recognise
 from workbench.profiles.tiny import TinyVideo
-from workbench.profiles.understood import understand, understood_table
+from workbench.profiles.understood import remarks, understand, understood_table
 from workbench.profiles.verdict import verdict
 from workbench.profiles.video import Run
 from workbench.sample.run import Quality
@@ -50,7 +51,7 @@ from workbench.sample.run import Quality
 GRID, STEPS = (3, 8, 25), 4  # 600 tokens: ten blocks, the last one ragged
 TINY = TinyVideo(small_model(), grid=GRID, steps=STEPS)
 PLACE = TINY.place
-GROUP = {
+GROUP: dict[str, Any] = {
     "sparse_attention_config": {
         "config_groups": {
             "group_0": {
@@ -123,6 +124,14 @@ def test_a_model_optimizer_file_brings_its_own_formula_and_ignored_layers():
         ("dense (ignored by the calibration)", 0),
     ]
     assert {r.layer for r in TINY.sample("disc", 3, made).records if r.kind == "sparse"} == {0}
+
+
+def test_a_name_that_a_calibration_ignores_in_vain_is_told():
+    group = copy.deepcopy(GROUP)
+    group["sparse_attention_config"]["config_groups"]["group_0"]["ignore"] += ["*attn2*"]
+    made = profile(json.dumps(group))
+    assert remarks(made, TINY)[-1] == "ignore '*attn2*' names no self-attention of this model"
+    assert len(remarks(made, TINY)) == len(made.notes) + 1
 
 
 def test_a_target_takes_the_formula_of_the_model_or_the_option():

@@ -74,7 +74,7 @@ def test_vsa_is_refused_where_text_attends_with_the_video(model: PipelineVideo):
     with pytest.raises(
         (ValueError, UnsupportedError), match="text tokens" if joint else 'gate="zero"'
     ):
-        model.policy(vsa)
+        model.policies(vsa)
 
 
 def test_a_capture_of_the_first_call_is_as_large_as_the_call(model: PipelineVideo):

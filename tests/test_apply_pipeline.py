@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -35,7 +36,7 @@ from workbench.profiles.compare import compare
 from workbench.profiles.pipeline import PipelineVideo
 from workbench.profiles.profile import Profile, read_text
 from workbench.profiles.record import spread, spread_plan
-from workbench.profiles.understood import understand
+from workbench.profiles.understood import understand, understood_table
 from workbench.profiles.verdict import verdict
 
 SIZE, STEPS = (9, 64, 64), 4  # 3 x 4 x 4 latents after the patches: 48 tokens, so one block alone
@@ -158,26 +159,30 @@ def test_vsa_and_other_things_that_the_model_cannot_honour_are_refused(wan: Pipe
         understand(beyond, wan)
 
 
-def test_the_transformers_own_calibration_is_taken(saved: Path, tmp_path: Path):
+def test_each_transformer_takes_its_own_calibration(saved: Path, tmp_path: Path):
     folder = tmp_path / "calibrated"
-    pipe = open_pipeline(saved)
-    pipe.save_pretrained(folder)
-    for part in ("transformer", "transformer_2"):
+    shutil.copytree(saved, folder)
+    second = copy.deepcopy(GROUP)
+    group = second["sparse_attention_config"]["config_groups"]["group_0"]
+    group["threshold_scale_factor"]["coefficients"]["a"] = 600.0
+    for part, fields in (("transformer", GROUP), ("transformer_2", second)):
         path = folder / part / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | GROUP))
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     model = PipelineVideo(open_pipeline(folder), "tiny", LARGE, STEPS, guidance=1.0)
     target = config(SkipSoftmaxConfig(target_sparsity=0.5), backend="TRTLLM")
-    text = export_config(target, "tensorrt_llm").text
-    made = read_text(text, model.place, calibration=model.calibration)
-    assert understand(made, model)[0].does.startswith("skip_softmax, factor 494.6")
+    made = read_text(export_config(target, "tensorrt_llm").text, model.place)
+    assert [(p.part, p.does.split(",")[1]) for p in understand(made, model)] == [
+        ("transformer", " factor 494.616"),
+        ("transformer", " factor 494.616"),
+        ("transformer_2", " factor 989.233"),
+        ("transformer_2", " factor 989.233"),
+    ]
+    assert understood_table(made, model).columns[0] == "part"
     assert model.sample("a", 0, made).count("sparse") == 2 * STEPS
-
-
-def test_transformers_calibrated_differently_are_refused():
-    pipe = tiny_wan_pipeline(**SMALL)
-    pipe.transformer.register_to_config(**GROUP)
-    with pytest.raises(ValueError, match="carry different SkipSoftmax calibrations"):
-        _ = PipelineVideo(pipe).calibration
+    given = read_text(export_config(target, "tensorrt_llm").text, model.place, calibration=GROUP)
+    assert {p.does.split(",")[1] for p in understand(given, model)} == {" factor 494.616"}
+    sol = read_text("0-1=1.0", model.place)  # which has no use for a calibration
+    assert understand(sol, model)[0].does == "sol_attn, tau 1 diag"
 
 
 def test_transformers_of_different_depth_are_refused():

@@ -57,6 +57,9 @@ def attach(
         options: of :class:`workbench.attention.SparseAttention`, for every transformer:
             `checkpoint_config`, `gate`, `quantise_dense`, `taus`, `impl`, `strict`, `record`.
 
+    A SkipSoftmax calibration in a transformer's own config.json holds for that transformer, unless
+    `checkpoint_config` is given.
+
     Raises:
         TypeError: no such model, or an option that does not exist.
         ValueError: a setting that is not allowed or does nothing, such as a layer too many.

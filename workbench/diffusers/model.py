@@ -12,6 +12,7 @@ from blockattn import UnsupportedError
 from workbench.attention import SparseAttention
 from workbench.attention.lowering import AnyConfig, as_attention_config
 from workbench.config import VideoSparseAttentionConfig
+from workbench.diffusers.calibration import own_calibration
 from workbench.diffusers.families import Family, family_of
 from workbench.diffusers.forward import Clock, CrossCount, Forward, Outside
 from workbench.diffusers.layer import Layer, Observe, model_dense
@@ -48,9 +49,9 @@ class AttachedModel:
         self.family = family_of(self._inner)
         names = self.family.attention_modules(self._inner)
         _check_config(config, self.family, options)
-        self.attention = SparseAttention(
-            config, num_layers=len(names), module_names=names, dense=model_dense, **options
-        )
+        surroundings = {"num_layers": len(names), "module_names": names, "dense": model_dense}
+        surroundings |= own_calibration(self._inner, config)
+        self.attention = SparseAttention(config, **{**surroundings, **options})
         self.forward = Forward(
             name,
             self._inner,

@@ -126,7 +126,7 @@ def compare(
     _check_names(profiles)
     model.check(prompts, seeds)
     for profile in (EXACT, *profiles):  # what can be refused is refused before the work
-        model.policy(profile)
+        model.policies(profile)
     pairs: list[Pair] = []
     for prompt in prompts:
         dense = _dense_runs(model, prompt, seeds, tick)

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from blockattn import TokenGrid, checks
 from workbench.attention import SparseAttention
-from workbench.config.checkpoint import read_calibration
 from workbench.diffusers import attach
 from workbench.diffusers.families import family_of
 from workbench.diffusers.model import plain
 from workbench.export import Deployment
 from workbench.models import AttentionCall
 from workbench.profiles.profile import Profile
-from workbench.profiles.video import Run, policy
+from workbench.profiles.video import Run
 from workbench.sample.settings import MAX_SEED
 
 TEXT_TOKENS = 512  # of random text embeddings, as many as Wan's text encoder gives
@@ -148,32 +147,14 @@ class PipelineVideo:
             )
         return names[0]
 
-    @property
-    def calibration(self) -> Mapping[str, Any] | None:
-        """What the transformer's config.json says about SkipSoftmax; equal in both.
-
-        Raises:
-            ValueError: the two transformers were calibrated differently.
-        """
-        section = "sparse_attention_config"
-        found = [getattr(self.pipe, name).config.get(section) for name in self._transformers]
-        if any(other != found[0] for other in found):
-            raise ValueError(
-                f"{self.name}: the two transformers carry different SkipSoftmax calibrations, and "
-                "a profile has one. Call workbench.attach with one configuration each"
-            )
-        given = None if found[0] is None else {section: dict(found[0])}
-        return given if given and read_calibration(checkpoint_config=given) else None
-
-    def policy(self, profile: Profile) -> SparseAttention:
-        """What the profile launches.
+    def policies(self, profile: Profile) -> Mapping[str, SparseAttention]:
+        """What the profile launches in each transformer; a calibration may differ between them.
 
         Raises:
             ValueError, UnsupportedError: what the model or the kernels cannot honour.
         """
-        with attach(self.pipe, profile.config, **self._options(profile)):
-            pass  # what only the model can refuse, such as VSA among text tokens
-        return policy(profile, self.module_names, gate=self.gate, impl=self.impl)
+        with attach(self.pipe, profile.config, **self._options(profile)) as attached:
+            return {model.name: model.attention for model in attached.models}
 
     def check(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
         """Refuses seeds and prompts that cannot be sampled.

@@ -99,9 +99,8 @@ def read_profiles(
         ValueError: also for a calibration that no profile looks at. Others as of ``read_file``.
     """
     given = None if calibration is None else _calibration(calibration)
-    own = model.calibration
     found = [
-        replace(read_file(path, model.place, format=format, calibration=given or own), name=name)
+        replace(read_file(path, model.place, format=format, calibration=given), name=name)
         for name, path in zip(_names(files), files)
     ]
     if given is not None and not any(profile.calibration is given for profile in found):

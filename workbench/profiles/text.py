@@ -16,7 +16,7 @@ from workbench.profiles.compare import (
     Difference,
 )
 from workbench.profiles.profile import Profile
-from workbench.profiles.understood import understood_table
+from workbench.profiles.understood import remarks, understood_table
 from workbench.profiles.verdict import verdict
 from workbench.profiles.video import VideoModel
 from workbench.sweep.statistics import CONFIDENCE, FEWEST
@@ -31,7 +31,7 @@ def show_understood(profiles: Sequence[Profile], model: VideoModel, console: Con
     console.print(model.title, style="bold", soft_wrap=True, highlight=False)
     for profile in profiles:
         console.print(f"\n{understood_table(profile, model)!r}", soft_wrap=True, markup=False)
-        for note in profile.notes:
+        for note in remarks(profile, model):
             console.print(f"note: {note}", soft_wrap=True, markup=False)
     console.print()
 

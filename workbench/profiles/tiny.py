@@ -7,13 +7,12 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from workbench.attention import SparseAttention
 from workbench.export import Deployment
 from workbench.models import VideoDiT, denoising_times, sample
 from workbench.profiles.profile import Profile
-from workbench.profiles.video import Run, policy
+from workbench.profiles.video import Run
 from workbench.sample.exact import Baseline
 from workbench.sample.settings import check_sampling
 
@@ -36,8 +35,6 @@ class TinyVideo:
     shift: float = 3.0
     gate: str = "model"
     impl: str = "auto"
-
-    calibration: Mapping[str, Any] | None = None  # these weights hold none
 
     @property
     def title(self) -> str:
@@ -62,19 +59,23 @@ class TinyVideo:
         """The model has no module of attention alone; a layer is named by its block."""
         return [f"blocks.{layer}" for layer in range(self.model.config.depth)]
 
-    def policy(self, profile: Profile) -> SparseAttention:
+    def policies(self, profile: Profile) -> Mapping[str, SparseAttention]:
         """What the profile launches.
 
         Raises:
-            ValueError: VSA with the model's gate, when the weights have none, and as of
-                :func:`workbench.profiles.video.policy`.
+            ValueError: VSA with the model's gate, when the weights have none, and other things that
+                this model cannot honour.
+            UnsupportedError: a recipe that exists only on a server.
         """
         if profile.vsa and self.gate == "model" and not self.model.config.gate:
             raise ValueError(
                 f"{profile.name}: VSA needs the gate that a model learns, and these weights have "
                 "none; give weights trained with VSA, or --gate zero for top-k cubes alone"
             )
-        return policy(profile, self.module_names, gate=self.gate, impl=self.impl)
+        names = self.module_names
+        options = {"impl": self.impl, "record": True, **profile.options(self.gate)}
+        made = SparseAttention(profile.config, num_layers=len(names), module_names=names, **options)
+        return {"model": made}
 
     def check(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
         """Refuses what the sampler would.
@@ -88,7 +89,7 @@ class TinyVideo:
 
     def sample(self, prompt: str, seed: int, profile: Profile | None) -> Run:
         """One video of a class; ``None`` is torch's attention without any policy."""
-        attention = Baseline() if profile is None else self.policy(profile)
+        attention = Baseline() if profile is None else self.policies(profile)["model"]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             began = time.perf_counter()

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from workbench.attention import SparseAttention
 from workbench.attention.phase import dense_steps
+from workbench.config.checkpoint import SkipCalibration, read_calibration
 from workbench.profiles.profile import Profile
 from workbench.profiles.video import VideoModel
 from workbench.views.table import Table
@@ -18,11 +19,13 @@ class LayerPlan:
     """One layer.
 
     Attributes:
+        part: of the model, such as ``transformer_2``.
         layer, module: its number and the name of its self-attention.
         does: what its self-attention computes once the dense phase is over, with its knobs.
-        dense_steps: how many steps come before, in the dense phase.
+        dense_steps: how many steps of the schedule come before, in the dense phase.
     """
 
+    part: str
     layer: int
     module: str
     does: str
@@ -30,19 +33,25 @@ class LayerPlan:
 
 
 def understand(profile: Profile, model: VideoModel) -> list[LayerPlan]:
-    """Every layer of the model under the profile; nothing runs.
+    """Every layer of every part of the model under the profile; nothing runs.
 
     Raises:
         ValueError, UnsupportedError: the model or the kernels here cannot honour the profile.
     """
-    place, policy = model.place, model.policy(profile)
-    phase = dense_steps(place.times or (), policy.cutoff)
     return [
-        LayerPlan(
-            layer, name, does(policy, layer, place.keys), 0 if _dense(policy, layer) else phase
-        )
+        _plan(part, policy, layer, name, model)
+        for part, policy in model.policies(profile).items()
         for layer, name in enumerate(model.module_names)
     ]
+
+
+def _plan(
+    part: str, policy: SparseAttention, layer: int, name: str, model: VideoModel
+) -> LayerPlan:
+    place = model.place
+    steps = dense_steps(place.times or (), policy.cutoff)
+    dense = 0 if _dense(policy, layer) else steps
+    return LayerPlan(part, layer, name, does(policy, layer, place.keys), dense)
 
 
 def does(policy: SparseAttention, layer: int, keys: int | None) -> str:
@@ -68,15 +77,46 @@ def does(policy: SparseAttention, layer: int, keys: int | None) -> str:
 
 
 def understood_table(profile: Profile, model: VideoModel) -> Table:
-    """A line for each run of layers that do the same."""
-    plans, times = understand(profile, model), model.place.times or ()
-    runs = [list(run) for _, run in groupby(plans, key=lambda p: (p.does, p.dense_steps))]
+    """A line for each run of layers that do the same, once where all parts of a model agree."""
+    plans, steps = understand(profile, model), len(model.place.times or ())
+    parts = list(dict.fromkeys(plan.part for plan in plans))
+    agree = len({tuple(_what(p) for p in plans if p.part == part) for part in parts}) == 1
+    shown = [plan for plan in plans if plan.part == parts[0]] if agree else plans
+    runs = [list(run) for _, run in groupby(shown, key=lambda p: (p.part, *_what(p)))]
     rows = [
-        (_numbers(run), run[0].module, run[0].does, _phase(run[0].dense_steps, len(times)))
+        (
+            "" if agree else run[0].part,
+            _numbers(run),
+            run[0].module,
+            run[0].does,
+            _phase(run[0].dense_steps, steps),
+        )
         for run in runs
     ]
-    caption = f"{profile.name} ({profile.format}) on {len(plans)} layers"
-    return Table(("layers", "self-attention", "computes", "dense before"), rows, caption)
+    columns = ("part", "layers", "self-attention", "computes", "dense before")
+    layers = f"{len(model.module_names)} layers"
+    where = layers if len(parts) == 1 else f"{layers} of {' and '.join(parts)}"
+    caption = f"{profile.name} ({profile.format}) on {where}"
+    if agree:  # nothing to tell apart
+        columns, rows = columns[1:], [row[1:] for row in rows]
+    return Table(columns, rows, caption)
+
+
+def remarks(profile: Profile, model: VideoModel) -> list[str]:
+    """What else to know: notes of the file, and names that it ignores and the model lacks."""
+    found = read_calibration(checkpoint_config=profile.calibration)
+    patterns = () if found is None else found.ignore
+    idle = [
+        pattern
+        for pattern in patterns
+        if not any(SkipCalibration(ignore=(pattern,)).ignores(name) for name in model.module_names)
+    ]
+    notes = [f"ignore {pattern!r} names no self-attention of this model" for pattern in idle]
+    return [*profile.notes, *notes]
+
+
+def _what(plan: LayerPlan) -> tuple[str, int]:
+    return plan.does, plan.dense_steps
 
 
 def _dense(policy: SparseAttention, layer: int) -> bool:

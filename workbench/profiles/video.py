@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -76,13 +76,8 @@ class VideoModel(Protocol):
         """Name of the self-attention of every layer."""
         ...
 
-    @property
-    def calibration(self) -> Mapping[str, Any] | None:
-        """config.json of the model when it holds a SkipSoftmax calibration."""
-        ...
-
-    def policy(self, profile: Profile) -> SparseAttention:
-        """What the profile launches; raises what the model cannot honour."""
+    def policies(self, profile: Profile) -> Mapping[str, SparseAttention]:
+        """What the profile launches in each part; raises what the model cannot honour."""
         ...
 
     def check(self, prompts: Sequence[str], seeds: Sequence[int]) -> None:
@@ -92,29 +87,6 @@ class VideoModel(Protocol):
     def sample(self, prompt: str, seed: int, profile: Profile | None) -> Run:
         """One video; ``None`` is the model's own dense attention."""
         ...
-
-
-def policy(
-    profile: Profile, names: Sequence[str], *, gate: str = "model", impl: str = "auto"
-) -> SparseAttention:
-    """The profile as the attention of a model.
-
-    Args:
-        names: of the self-attention of every layer.
-        gate, impl: as of :class:`workbench.attention.SparseAttention`.
-
-    Raises:
-        ValueError: what this model cannot honour.
-        UnsupportedError: a recipe that exists only on a server.
-    """
-    return SparseAttention(
-        profile.config,
-        num_layers=len(names),
-        module_names=names,
-        impl=impl,
-        record=True,
-        **profile.options(gate),
-    )
 
 
 def distance(run: Run, reference: Run) -> Quality:
