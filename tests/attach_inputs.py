@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.config import SolAttnConfig
 
-GRID = (4, 8, 8)  # tokens, in every family
+GRID = (4, 4, 16)  # tokens, in every family
 VIDEO = 256
 TEXT = 20  # text tokens of joint models
 CUTOFF = 0.9
@@ -97,8 +97,8 @@ def _cogvideox() -> Any:
         time_embed_dim=8,
         text_embed_dim=16,
         num_layers=2,
-        sample_width=16,
-        sample_height=16,
+        sample_width=32,
+        sample_height=8,
         sample_frames=13,
         patch_size=2,
         max_text_seq_length=TEXT,
@@ -134,7 +134,7 @@ def _lengths(batch: int) -> Tensor:
 
 
 def _latents(batch: int) -> dict[str, Any]:
-    return {"hidden_states": torch.randn(batch, 4, 4, 16, 16)}
+    return {"hidden_states": torch.randn(batch, 4, 4, 8, 32)}
 
 
 CASES = (
@@ -163,7 +163,7 @@ CASES = (
     Case(
         "cogvideox",
         _cogvideox,
-        lambda b: {"hidden_states": torch.randn(b, 4, 4, 16, 16), **_text(b)},
+        lambda b: {**_latents(b), **_text(b)},
         text=TEXT,
     ),
     Case(

@@ -28,6 +28,7 @@ from workbench.config import (
     SolAttnConfig,
     VideoSparseAttentionConfig,
 )
+from workbench.diffusers.families import FAMILIES
 from workbench.diffusers.splice import SplicedProcessor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +50,40 @@ def test_the_grid_and_the_layers_are_found_in_the_real_model(case: Case):
         assert part.forward.grid == GRID
         modules = [model.get_submodule(name) for name in part.layers.values()]
     assert [id(m) for m in modules] == [id(m) for m in case.attentions(model)]
+
+
+@pytest.mark.parametrize(
+    ("name", "patches", "latents", "grid"),
+    [
+        ("WanTransformer3DModel", {"patch_size": (1, 2, 2)}, (1, 4, 3, 8, 12), (3, 4, 6)),
+        ("WanTransformer3DModel", {"patch_size": (2, 4, 1)}, (1, 4, 6, 8, 12), (3, 2, 12)),
+        (
+            "HunyuanVideoTransformer3DModel",
+            {"patch_size": 4, "patch_size_t": 2},
+            (1, 4, 6, 8, 12),
+            (3, 2, 3),
+        ),
+        (
+            "CogVideoXTransformer3DModel",
+            {"patch_size": 2, "patch_size_t": None},
+            (1, 5, 4, 8, 12),
+            (5, 4, 6),
+        ),
+        (
+            "CogVideoXTransformer3DModel",
+            {"patch_size": 2, "patch_size_t": 2},
+            (1, 5, 4, 8, 12),
+            (3, 4, 6),
+        ),
+        ("MochiTransformer3DModel", {"patch_size": 2}, (1, 4, 3, 8, 12), (3, 4, 6)),
+    ],
+)
+def test_the_grid_follows_the_patches_of_the_configuration(
+    name: str, patches: dict[str, Any], latents: tuple[int, ...], grid: tuple[int, int, int]
+):
+    (family,) = [family for family in FAMILIES if family.model == name]
+    found = family.grid(SimpleNamespace(**patches), {"hidden_states": torch.zeros(latents)})
+    assert found == grid
 
 
 @families
@@ -168,11 +203,13 @@ def test_guidance_in_one_batch_equals_guidance_in_two_calls():
 # --- calls that cannot be served
 
 
-def test_tokens_without_a_grid_run_dense_counted_and_warned_of_once():
+@pytest.mark.parametrize("named", [False, True], ids=["no grid", "coordinates besides"])
+def test_tokens_without_a_grid_run_dense_counted_and_warned_of_once(named: bool):
     model = LTX.model()
     inputs = LTX.inputs()
-    coordinates = torch.rand(2, 3, VIDEO)
-    del inputs["num_frames"], inputs["height"], inputs["width"]
+    coordinates = torch.rand(2, 3, VIDEO)  # of every token, which then need no grid
+    if not named:
+        del inputs["num_frames"], inputs["height"], inputs["width"]
     with torch.no_grad():
         bare = model(**inputs, video_coords=coordinates, return_dict=False)[0]
         with workbench.attach(model, SOL) as attached:
@@ -206,7 +243,7 @@ def test_a_grid_that_is_not_the_tokens_is_refused():
         attached.models[0].forward.begin((), inputs)
         layer = attached.models[0]._splices[0][3]._run.__globals__["dispatch_attention_fn"]
         q = torch.zeros(1, VIDEO, 2, 64)
-        with pytest.warns(UserWarning, match=r"256 tokens for a grid of \(3, 8, 8\)"):
+        with pytest.warns(UserWarning, match=r"256 tokens for a grid of \(3, 4, 16\)"):
             layer(q, q, q)
     assert attached.counts().ineligible == {"token grid": 1}
 
