@@ -33,6 +33,7 @@ from workbench.diffusers.tiny_wan import tiny_wan, tiny_wan_pipeline, wan_pipeli
 from workbench.export import export_config
 from workbench.paths import notebooks_dir
 from workbench.profiles.compare import compare
+from workbench.profiles.models import pipeline
 from workbench.profiles.pipeline import PipelineVideo
 from workbench.profiles.profile import Profile, read_text
 from workbench.profiles.record import spread, spread_plan
@@ -224,6 +225,19 @@ def test_indices_are_spread_evenly_over_what_there_is():
     assert spread(5, 1) == (2,)
     with pytest.raises(ValueError, match="wanted=0"):
         spread(3, 0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_profile_runs_on_the_gpu_kernels():
+    model = pipeline(device="cuda")
+    assert "bfloat16 on cuda" in model.title
+    dense = model.sample("a", 0, None)
+    assert torch.equal(dense.video, model.run("a", 0))
+    run = model.sample("a", 0, read_text("0-2=1.0", model.place))
+    assert run.ran == "sol_attn: triton"
+    assert run.density < 1
+    assert torch.isfinite(run.video).all()
+    assert not torch.equal(run.video, dense.video)
 
 
 # -- folders ------------------------------------------------------------------------------------
