@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("diffusers", reason="needs the package diffusers", exc_type=ImportError)
-pytest.importorskip("transformers", reason="needs the package transformers", exc_type=ImportError)
+pytest.importorskip("diffusers", reason="needs diffusers: pip install -e '.[diffusers]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[diffusers]'")
 
 from blockattn import UnsupportedError
 from tests.pipeline_inputs import PIPELINES

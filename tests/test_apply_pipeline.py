@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import papermill
 import pytest
 import torch
 from typer.testing import CliRunner
 
-pytest.importorskip("diffusers", reason="needs the package diffusers", exc_type=ImportError)
-pytest.importorskip("transformers", reason="needs the package transformers", exc_type=ImportError)
-pytest.importorskip("accelerate", reason="needs the package accelerate", exc_type=ImportError)
+pytest.importorskip("diffusers", reason="needs diffusers: pip install -e '.[diffusers]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[diffusers]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[diffusers]'")
 
 from tests.pipeline_inputs import encoder as encoder_of
 from tests.pipeline_inputs import tokenizer
@@ -339,6 +338,7 @@ def test_sizes_that_are_not_given_are_the_pipelines_own(saved: Path):
 
 
 def test_the_notebook_needs_one_path_for_a_checkpoint(saved: Path, tmp_path: Path):
+    papermill = pytest.importorskip("papermill", reason="needs papermill")
     given = {"MODEL": str(saved), "OUT": str(tmp_path), "SIZE": [21, 128, 256], "STEPS": 2}
     made = papermill.execute_notebook(
         str(notebooks_dir() / "10_your_own_model.ipynb"),
