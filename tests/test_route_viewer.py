@@ -297,6 +297,22 @@ def test_the_index_follows_tau_where_the_masks_come_with_curves():
     assert shown[1, 1] == pytest.approx(float(sol_scores(x.q, x.k).density([2.0])[0, 0, 0]))
 
 
+def test_the_index_is_sent_also_where_a_picture_was_drawn_before_it():
+    """In a notebook the picture for readers without a kernel comes first."""
+    book = capture_masks(CAPTURE, errors=True)
+
+    async def cell() -> RouteViewer:
+        viewer = RouteViewer(book)
+        viewer._repr_mimebundle_()
+        await asyncio.sleep(0.1)
+        return viewer
+
+    viewer = asyncio.run(cell())
+    for name, known in (("densities", book.densities), ("errors", book.errors)):
+        table = np.frombuffer(index_of(viewer, name), np.float32).reshape(2, 2, 4)
+        np.testing.assert_array_equal(table, book.table(known, 4))
+
+
 def test_curves_that_would_be_too_much_stay_at_home():
     book = capture_masks(CAPTURE)
     many = {(layer, step): book.masks[1, 3] for layer in range(30) for step in range(80)}

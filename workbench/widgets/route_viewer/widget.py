@@ -101,6 +101,7 @@ class RouteViewer(anywidget.AnyWidget):
         self.book = book
         self._serial = 0
         self._table: np.ndarray | None = None
+        self._indexed = False  # whether the browser has a table of the index
         place = self._first(layer, step)
         self.mask = book.load(*place)
         grid, ground = self.mask.grid, payload.ground(book)
@@ -266,9 +267,10 @@ class RouteViewer(anywidget.AnyWidget):
     def _fill_index(self) -> None:
         """A mask that was loaded has a place in the index."""
         place = self.book.place((self.shown["layer"], self.shown["step"]))
-        fresh, table = self._table is None, self._densities()
+        table, fresh = self._densities(), not self._indexed
         if fresh:
             self._send_constant_tables()
+            self._indexed = True
         if np.isnan(table[place]).all():
             table[place], fresh = self.mask.density().numpy(), True
         if fresh:
