@@ -190,6 +190,25 @@ def test_padding_is_cropped_and_never_attended(case: Case, lengths: tuple[int, i
     assert not attached.counts().ineligible
 
 
+def test_samples_of_a_batch_are_attended_with_their_own_text_wherever_they_stand():
+    case = MASKED[0]
+    model = case.model()
+    inputs = case.inputs(batch=4)
+    inputs["encoder_attention_mask"] = text_mask(7, 12, 12, 7)
+    seen: list[tuple[int, int]] = []
+
+    def observe(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
+        seen.append((q.shape[0], call.suffix))
+
+    with workbench.attach(model, SOL, observe=observe), torch.no_grad():
+        together = model(**inputs, return_dict=False)[0]
+        assert seen == 2 * [(1, 7), (2, 12), (1, 7)]
+        for n in range(4):
+            one = {name: value[n : n + 1] for name, value in inputs.items()}
+            alone = model(**one, return_dict=False)[0]
+            torch.testing.assert_close(together[n : n + 1], alone, rtol=1e-4, atol=1e-5)
+
+
 def test_a_mask_that_is_not_the_texts_runs_dense_and_is_warned_of():
     case = next(case for case in JOINT if case.name == "cogvideox")
     model = case.model()

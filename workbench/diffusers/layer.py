@@ -44,24 +44,19 @@ def model_dense(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """Samples of a batch that can be attended together, and their valid tokens.
+    """Neighbouring samples of a batch with equally many valid tokens, which are attended together.
 
     Attributes:
-        samples: their numbers; `None` is the whole batch.
+        samples: which of the batch.
         tokens: valid ones, at the start of the sequence.
     """
 
-    samples: tuple[int, ...] | None
+    samples: slice
     tokens: int
 
     def cut(self, x: Tensor) -> Tensor:
-        """The piece of x [B, T, H, D]; of the whole batch a view."""
-        return (x if self.samples is None else x[list(self.samples)])[:, : self.tokens]
-
-    def put(self, out: Tensor, value: Tensor) -> None:
-        """Writes the piece's output where it belongs."""
-        rows = slice(None) if self.samples is None else list(self.samples)
-        out[rows, : self.tokens] = value
+        """The piece of x [B, T, H, D], a view."""
+        return x[self.samples, : self.tokens]
 
 
 class Layer:
@@ -110,11 +105,11 @@ class Layer:
                 self.observe(*part)
         if self.attention.goes_dense(q, k, v, whole):
             return self.attention(q, k, v, whole)
-        if len(pieces) == 1 and pieces[0] == Piece(None, q.shape[1]):
+        if pieces == [Piece(slice(None), q.shape[1])]:
             return self.attention(*parts[0])
         out = torch.zeros_like(q)  # of padding
         for piece, part in zip(pieces, parts):
-            piece.put(out, self.attention(*part))
+            out[piece.samples, : piece.tokens] = self.attention(*part)
         return out
 
     def _call(self, tokens: int, own: OwnAttention) -> ModelCall:
@@ -158,15 +153,15 @@ class Layer:
         return lengths is not None and len(lengths) == q.shape[0] and mask.shape == over_keys
 
     def _pieces(self, q: Tensor, own: OwnAttention) -> list[Piece]:
-        lengths = self.forward.text_lengths
-        if own.mask is None or lengths is None or self.forward.grid is None:
-            return [Piece(None, q.shape[1])]
-        video, distinct = prod(self.forward.grid), sorted(set(lengths))
-        if len(distinct) == 1:
-            return [Piece(None, video + distinct[0])]
+        lengths, grid = self.forward.text_lengths, self.forward.grid
+        if own.mask is None or lengths is None or grid is None:
+            return [Piece(slice(None), q.shape[1])]
+        if len(set(lengths)) == 1:
+            return [Piece(slice(None), prod(grid) + lengths[0])]
+        starts = [n for n, x in enumerate(lengths) if n == 0 or x != lengths[n - 1]]
         return [
-            Piece(tuple(n for n, x in enumerate(lengths) if x == length), video + length)
-            for length in distinct
+            Piece(slice(start, stop), prod(grid) + lengths[start])
+            for start, stop in zip(starts, [*starts[1:], len(lengths)])
         ]
 
     def _not_observed(self, refused: tuple[str, str]) -> None:
