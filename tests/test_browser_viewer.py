@@ -30,7 +30,8 @@ from tests.browser import (
 from tests.viewer_inputs import LARGE, SMALL, field_mask, field_scores, skip_map
 from workbench import decisions
 from workbench.capture import open_capture
-from workbench.masks import Mask, coded, ladder
+from workbench.mask_codes import coded, ladder
+from workbench.masks import Mask
 
 pytestmark = needs_browser
 

@@ -24,16 +24,8 @@ from tests.viewer_inputs import BLOCK, LARGE, SMALL, field_mask, field_masks, fi
 from workbench import decisions, views
 from workbench.capture import QKV
 from workbench.decisions import Decision
-from workbench.masks import (
-    STOPS,
-    Mask,
-    MaskSet,
-    block_boxes,
-    capture_masks,
-    coded,
-    ladder,
-    token_blocks,
-)
+from workbench.mask_codes import STOPS, coded, ladder
+from workbench.masks import Mask, MaskSet, block_boxes, capture_masks, token_blocks
 from workbench.probe import attention_error
 from workbench.widgets.route_viewer import RouteViewer, payload
 from workbench.widgets.route_viewer.widget import script

@@ -24,10 +24,10 @@ from blockattn import BLOCK, BlockRoute, BlockScores, TokenGrid, checks, sol_sco
 from blockattn.sol import BAND
 from workbench.capture import QKV, Capture
 from workbench.decisions import Decision
+from workbench.mask_codes import ladder, stop_densities
 from workbench.probe import probe_sol
 
 PIXELS = 512  # a picture is at most this wide and high
-STOPS = tuple(round(-1 + 0.02 * n, 2) for n in range(251))  # of the tau slider
 Span = tuple[int, int]
 Entry = tuple[int, int]
 ScoresOf = Callable[[int, int, range], BlockScores]
@@ -162,44 +162,6 @@ class Mask:
     def _one(self, head: int) -> BlockRoute:
         index = checks.integer("head", head, maximum=self.heads - 1)
         return self.passing.heads(slice(index, index + 1))
-
-
-def ladder(tau: float | None = None) -> tuple[float, ...]:
-    """Stops of the tau slider, with the tau that a mask was made with among them."""
-    own = () if tau is None else (checks.finite_number("tau", tau),)
-    return tuple(sorted({*STOPS, *own}))
-
-
-def coded(z: Tensor, stops: tuple[float, ...]) -> Tensor:
-    """How many stops lie below each score, uint8 of z's shape; at most 255 stops.
-
-    ``z > stops[n]`` exactly when the code is above n, in float32 as everywhere: decisions at a stop
-    are exact. Between two stops those pairs are undecided whose score lies there too. NaN, which
-    passes no threshold, gets code 0.
-    """
-    if len(stops) > 255:
-        raise ValueError(f"stops: {len(stops)} of them, but a byte counts at most 255")
-    edges = torch.tensor(stops, dtype=torch.float64).float().to(z.device)
-    codes = torch.searchsorted(edges, z.float().contiguous(), out_int32=True)
-    return codes.masked_fill_(z.isnan(), 0).to(torch.uint8)
-
-
-def stop_densities(scores: BlockScores, stops: tuple[float, ...]) -> Tensor:
-    """Density of every head at every stop, float64 ``[H, len(stops)]``: counted codes, no sort.
-
-    Args:
-        scores: of which the first sequence of a batch counts.
-        stops: as for :func:`coded`.
-    """
-    always = scores.always.dense()[0].expand(scores.z.shape[1:])
-    rows = []
-    for z, forced in zip(scores.z[0], always):
-        codes, levels = coded(z, stops), len(stops) + 1
-        free = torch.bincount(codes.flatten(), minlength=levels)
-        free -= torch.bincount(codes[forced], minlength=levels)
-        above = free.flip(0).cumsum(0).flip(0)[1:]
-        rows.append((above + forced.sum()).double() / max(1, forced.numel()))
-    return torch.stack(rows).cpu()
 
 
 @dataclass(frozen=True)

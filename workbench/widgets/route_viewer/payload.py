@@ -12,6 +12,7 @@ from matplotlib import colormaps
 from blockattn import BlockScores
 from workbench import decisions, masks, views
 from workbench.decisions import Decision
+from workbench.mask_codes import coded
 from workbench.masks import Mask, MaskSet
 from workbench.views.frames import checked_video, grey_frames
 from workbench.views.style import ACCENT, QUERY, Look
@@ -54,7 +55,7 @@ def bits(mask: Mask, first: int, count: int) -> bytes:
 
 def codes(scores: BlockScores, stops: tuple[float, ...]) -> bytes:
     """Coded scores of the heads, a byte per pair."""
-    return masks.coded(scores.z[0], stops).cpu().numpy().tobytes()
+    return coded(scores.z[0], stops).cpu().numpy().tobytes()
 
 
 def row_statistics(scores: BlockScores) -> bytes:

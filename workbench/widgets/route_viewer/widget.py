@@ -16,7 +16,8 @@ import traitlets
 from matplotlib.figure import Figure
 
 from blockattn import BlockScores, checks
-from workbench.masks import Entry, Mask, MaskSet, ladder, token_blocks
+from workbench.mask_codes import ladder
+from workbench.masks import Entry, Mask, MaskSet, token_blocks
 from workbench.widgets.debounce import Debouncer
 from workbench.widgets.route_viewer import figure, payload
 
