@@ -41,6 +41,7 @@ from workbench.profiles.compare import (
     compare,
     videos,
 )
+from workbench.profiles.models import Choice
 from workbench.profiles.profile import FORMATS, Profile, read_file, read_text, recognise
 from workbench.profiles.tiny import TinyVideo
 from workbench.profiles.understood import remarks, understand, understood_table
@@ -472,3 +473,19 @@ def test_formula_of_a_checkpoint_is_what_the_option_takes(weights: Path, tmp_pat
                   "--calibration", tmp_path / "config.json", "--check")  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "skip_softmax, factor 12414" in done.stdout
+
+
+def test_files_and_folders_are_looked_at_before_a_model_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def opened(choice: Choice) -> None:
+        raise AssertionError("the model was opened")
+
+    monkeypatch.setattr(Choice, "open", opened)
+    (tmp_path / "mine.txt").write_text("0-1=1.0")
+    done = invoke(tmp_path / "nowhere.txt", "--check")
+    assert isinstance(done.exception, FileNotFoundError)
+    done = invoke(tmp_path / "mine.txt", "--weights", tmp_path / "nowhere.safetensors")
+    assert isinstance(done.exception, FileNotFoundError)
+    done = invoke(tmp_path / "mine.txt", "--out", tmp_path)
+    assert isinstance(done.exception, FileExistsError)

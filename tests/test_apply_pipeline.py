@@ -149,6 +149,20 @@ def test_the_command_writes_videos_of_a_complete_checkpoint(complete: Path, tmp_
     assert {"comparison.png", "mine.gif", "dense.gif"} <= {path.name for path in out.iterdir()}
 
 
+def test_a_pipeline_with_a_time_for_every_token_has_the_same_steps():
+    """As the model of Wan 2.2 with 5 billion parameters is called."""
+    pipe = wan_pipeline(tiny_wan(**SMALL))
+    pipe.register_to_config(expand_timesteps=True)
+    model = PipelineVideo(pipe, "tiny", LARGE, STEPS, guidance=1.0)
+    times = model.place.times
+    assert times is not None
+    late = config(SolAttnConfig(disabled_until_timestep=times[1]), backend="CUTEDSL")
+    made = read_text(export_config(late, "sglang", model.place).text, model.place)
+    records = model.sample("a", 0, made).records
+    assert {r.step for r in records if r.kind == "sparse"} == {2, 3}
+    assert [r.time for r in records if r.layer == 0] == pytest.approx(list(times))
+
+
 def test_vsa_and_other_things_that_the_model_cannot_honour_are_refused(wan: PipelineVideo):
     vsa = Profile("mine", "own", config(VideoSparseAttentionConfig()).attention_config)
     with pytest.raises(ValueError, match='choose gate="zero"'):

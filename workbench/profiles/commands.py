@@ -73,14 +73,11 @@ def apply(
     from workbench.profiles.models import Choice
     from workbench.profiles.session import apply_files
 
-    choice = Choice(model, weights, grid, size, steps, guidance, gate, impl, device)
-    prompts = choice.prompts(prompt)
     apply_files(
-        choice.open(),
+        Choice(model, weights, grid, size, steps, guidance, gate, impl, device),
         [profile] if other is None else [profile, other],
-        prompts,
+        prompt,
         parse_seeds("--seeds", seeds),
-        inputs=choice.inputs,
         format=format,
         calibration=calibration,
         check=check,

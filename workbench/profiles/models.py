@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,7 +110,7 @@ class Choice:
             impl=self.impl,
         )
 
-    def prompts(self, given: list[str] | None) -> tuple[str, ...]:
+    def prompts(self, given: Sequence[str] | None) -> tuple[str, ...]:
         """What to sample.
 
         Raises:

@@ -16,6 +16,7 @@ from workbench.config.checkpoint import read_calibration
 from workbench.export.documents import read_json
 from workbench.profiles import report, text
 from workbench.profiles.compare import Tick, compare, videos
+from workbench.profiles.models import Choice
 from workbench.profiles.profile import Profile, read_file
 from workbench.profiles.video import VideoModel
 from workbench.provenance import provenance
@@ -26,12 +27,11 @@ WIDTH = 132  # of the printed tables where the terminal does not say
 
 
 def apply_files(
-    model: VideoModel,
+    choice: Choice,
     files: Sequence[Path],
-    prompts: Sequence[str],
+    prompts: Sequence[str] | None,
     seeds: Sequence[int],
     *,
-    inputs: Mapping[str, Path],
     format: str | None = None,
     calibration: Path | None = None,
     check: bool = False,
@@ -42,10 +42,9 @@ def apply_files(
     """Reads one profile or two, says what was understood, runs and compares.
 
     Args:
-        model: what they are applied to.
+        choice: the model that they are applied to.
         files: written by ``workbench export``.
-        prompts, seeds: the videos: every prompt with every seed.
-        inputs: files of the model by role, for the provenance.
+        prompts, seeds: the videos: every prompt with every seed. No prompts: the model's own.
         format: of the files; ``None`` recognises each.
         calibration: config.json with a SkipSoftmax group, instead of the model's own.
         check: stop after saying what was understood.
@@ -62,28 +61,51 @@ def apply_files(
     """
     if not check:
         check_new(out or default_folder("apply"))
-    model.check(prompts, seeds)
+    texts = choice.prompts(prompts)
+    inputs = _inputs(files, calibration, choice)  # before a model takes minutes to load
+    model = choice.open()
+    model.check(texts, seeds)
     profiles = read_profiles(model, files, format=format, calibration=calibration)
     screen = console or recording_console(WIDTH)
     text.show_understood(profiles, model, screen)
     if check:
         return None
-    with _progress(videos(profiles, prompts, seeds)) as tick:
-        found = compare(model, profiles, prompts, seeds, tick=tick)
+    with _progress(videos(profiles, texts, seeds)) as tick:
+        found = compare(model, profiles, texts, seeds, tick=tick)
     text.show(found, screen)
     folder = out or default_folder("apply")
-    named = dict(zip((profile.name for profile in profiles), files, strict=True))
-    extra = {} if calibration is None else {"calibration": calibration}
-    record = provenance(
-        list(sys.argv if command is None else command),
-        {**{f"profile {name}": path for name, path in named.items()}, **inputs, **extra},
-        seeds={f"noise {n}": seed for n, seed in enumerate(seeds)},
+    record = {
+        **provenance(
+            list(sys.argv if command is None else command),
+            inputs,
+            seeds={f"noise {n}": seed for n, seed in enumerate(seeds)},
+        ),
+        "model": model.title,
+        "prompts": list(texts),
+        "warnings": text.alarms(found),
+    }
+    copies = dict(zip(_names(files), files))
+    report.write(
+        found, folder, files=copies, record=record, summary=screen.export_text(clear=False)
     )
-    summary = screen.export_text(clear=False)
-    said = {"model": model.title, "prompts": list(prompts), "warnings": text.alarms(found)}
-    report.write(found, folder, files=named, record={**record, **said}, summary=summary)
     screen.print(f"Run folder: {folder}", style="bold", soft_wrap=True, highlight=False)
     return folder
+
+
+def _inputs(files: Sequence[Path], calibration: Path | None, choice: Choice) -> dict[str, Path]:
+    """Every file that goes in, by role.
+
+    Raises:
+        FileNotFoundError: one of them is not there.
+    """
+    found = {f"profile {name}": path for name, path in zip(_names(files), files)}
+    if calibration is not None:
+        found["calibration"] = calibration
+    found |= choice.inputs
+    for role, path in found.items():
+        if not path.is_file():
+            raise FileNotFoundError(f"{role}: {path}: no such file")
+    return found
 
 
 def read_profiles(
