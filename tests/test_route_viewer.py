@@ -419,6 +419,19 @@ def test_a_mask_that_cannot_be_read_is_shown_logged_and_raised_and_the_next_one_
     assert viewer.shown["layer"] == 2
 
 
+def test_it_opens_with_another_mask_where_the_first_cannot_be_read(caplog):
+    viewer = RouteViewer(field_masks(broken=(0,)))
+    assert viewer.problem == (
+        "Error while loading layer 0, step 0: OSError: capture file of layer 0 is gone"
+    )
+    assert "failed to load layer 0, step 8" in caplog.text
+    assert (viewer.layer, viewer.step) == (viewer.shown["layer"], viewer.shown["step"]) == (2, 0)
+    viewer.step = 8
+    assert viewer.problem == ""
+    with pytest.raises(OSError, match="layer 5 is gone"):
+        RouteViewer(field_masks(broken=(0, 2, 5)))
+
+
 def test_a_mask_whose_scores_fail_leaves_the_one_before_whole():
     book = field_masks()
     scores = book.scores

@@ -53,7 +53,7 @@ class RouteViewer(anywidget.AnyWidget):
     The kernel is asked for another layer, step or head and, above 900,000 pairs, once for the
     scores of a head. All else works from what the browser holds, so also in a saved notebook. No
     update is larger than 1 MB. An error is shown in the widget and logged; to a script, which has
-    no event loop, it is also raised.
+    no event loop, it is also raised. A first mask that cannot be read is said; another one is shown.
 
     Args:
         book: the masks, e.g. of :func:`workbench.masks.capture_masks`.
@@ -103,8 +103,7 @@ class RouteViewer(anywidget.AnyWidget):
         self._serial = 0
         self._table: np.ndarray | None = None
         self._indexed = False  # whether the browser has a table of the index
-        place = self._first(layer, step)
-        self.mask = book.load(*place)
+        place, self.mask, failed = self._readable(self._first(layer, step))
         grid, ground = self.mask.grid, payload.ground(book)
         counts = self._part_counts()
         names = (f"{name}_{n}" for name, count in counts.items() for n in range(count))
@@ -124,6 +123,7 @@ class RouteViewer(anywidget.AnyWidget):
         self._index = Debouncer(lambda: self._guard(self._fill_index, heals=False), 0.0)
         self._later = Debouncer(lambda: self._guard(self._follow), LOAD_WAIT)
         self._guard(self._load)
+        self.problem = failed or self.problem
         self.ground = ground.tobytes()
         units = token_blocks(book.grid, math.gcd(*self.mask.passing.block))
         self._hand_over("token_blocks", units.tobytes())
@@ -190,6 +190,19 @@ class RouteViewer(anywidget.AnyWidget):
         raise ValueError(
             f"layer={layer!r}, step={step!r}: no mask; there are (layer, step) {self.book.entries}"
         )
+
+    def _readable(self, wanted: Entry) -> tuple[Entry, Mask, str]:
+        """The wanted mask, else the next one that can be read and what was wrong with the first."""
+        *before, last = [wanted, *(entry for entry in self.book.entries if entry != wanted)]
+        failed = ""
+        for entry in before:
+            try:
+                return entry, self.book.load(*entry), failed
+            except (OSError, ValueError, LookupError, RuntimeError) as error:
+                where = f"layer {entry[0]}, step {entry[1]}"
+                logger.exception("RouteViewer failed to load %s", where)
+                failed = failed or f"Error while loading {where}: {type(error).__name__}: {error}"
+        return last, self.book.load(*last), failed
 
     def _part_counts(self) -> dict[str, int]:
         _, count = payload.heads_sent(self.mask, 0)
