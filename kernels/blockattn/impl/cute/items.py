@@ -30,8 +30,9 @@ def entry_counts(shapes: Shapes, call: Any, pair: Int32, head: Int32, batch: Int
     both = cute.ceil_div(call.keys, shapes.columns)
     first, second = Int32(0), Int32(0)
     if const_expr(shapes.variant.routed):
-        count = call.pair_count[batch, head, pair, None]
-        both, first, second = count[0], count[1], count[2]
+        count, each = call.pair_count[batch, head, pair, None], shapes.blocks
+        both = count[0] // each
+        first, second = (count[1] + each - 1) // each, (count[2] + each - 1) // each
     elif const_expr(shapes.variant.causal):
         tiles = both
         seen = GROUPS * ROWS // shapes.columns * (pair + 1)
@@ -63,7 +64,7 @@ def tail_tiles(shapes: Shapes, call: Any) -> Any:
 
 @cute.jit
 def entry_kind(place: Int32, both: Int32, first: Int32, second: Int32) -> Int32:
-    """Whose the entry at a place of a list is: 0 of both groups, 1 of the first, 2 of the second."""
+    """Whose the entry at a place is: 0 of both groups, 1 of the first, 2 of the second."""
     alone = place - both
     kind = Int32(0)
     if alone >= 0:

@@ -8,9 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
+from quack import layout_utils
 
 from blockattn.impl.cute.items import entry_counts, entry_kind, item_place, tail_tiles
-from blockattn.impl.cute.shapes import GROUPS, KINDS, READERS, ROWS, WARP, Shapes
+from blockattn.impl.cute.shapes import BLOCK, GROUPS, KINDS, READERS, ROWS, SLOTS, WARP, Shapes
 
 
 def tile_ways(
@@ -18,6 +19,9 @@ def tile_ways(
 ) -> tuple[Any, Any]:
     """Tiles of ``rows`` tokens of a head, in global and in shared memory, for the copy ``atom``."""
     tiles = cute.local_tile(x[None, None, head, batch], (rows, shapes.variant.dim), (None, 0))
+    if const_expr(rows != cute.size(shared, mode=[0])):  # parts of a stage
+        shared = cute.local_tile(shared, (rows, shapes.variant.dim, shapes.stages), (None, 0, 0))
+        shared = layout_utils.select(shared, [0, 1, 3, 2])
     inner, outer = cpasync.tma_partition(
         atom,
         0,
@@ -32,12 +36,22 @@ def tile_ways(
 def produce(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, sources: Any):
     """Every item in turn, as its stages come free."""
     (load_q, q), (load_k, k), (load_v, v), (load_mean, mean), (load_sum, v_sum) = sources
-    variant, columns = shapes.variant, shapes.columns
+    variant, columns, each = shapes.variant, shapes.fetched[0], shapes.blocks
     lane = cute.arch.lane_idx()
-    item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    item, taken = cute.arch.block_idx()[0], Int32(0)
+    following = cute.arch.shuffle_sync(_next_item(call, lane), 0)
+    pair, head, batch = item_place(shapes, call, item)
+    both, first, second = entry_counts(shapes, call, pair, head, batch)
     use, q_phase = Int32(0), Int32(1)
     while item < call.items:
-        pair, head, batch = item_place(shapes, call, item)
+        _announce(call, lane, taken, 1, pair, head, batch, both, first, second)
+        # On their way while this item is fetched: the item after the next, the counts of the next.
+        later = _next_item(call, lane)
+        last = cutlass.min(following, call.items - 1)
+        pair_next, head_next, batch_next = item_place(shapes, call, last)
+        both_next, first_next, second_next = entry_counts(
+            shapes, call, pair_next, head_next, batch_next
+        )
         key_head = head // call.group
         from_q, to_q = tile_ways(shapes, load_q, q, s_q, ROWS, head, batch)
         from_k, to_k = tile_ways(shapes, load_k, k, s_k, columns, key_head, batch)
@@ -50,29 +64,59 @@ def produce(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, sources: An
             from_sum, _ = tile_ways(shapes, load_sum, v_sum, s_v, columns, key_head, batch)
             for n in cutlass.range(tail_tiles(shapes, call), unroll=1):
                 _fetch(
-                    shapes, call, lane, use, n, Int32(0),
+                    shapes, call, lane, use, n * each, n * each + 1, Int32(0),
                     load_mean, from_mean, to_k, load_sum, from_sum, to_v,
                 )  # fmt: skip
                 use += 1
-        both, first, second = entry_counts(shapes, call, pair, head, batch)
         total = both + first + second
         chunk, ahead = Int32(0), Int32(0)  # entries of 32 lanes: these and the ones after them
         if const_expr(variant.routed):
-            ahead = _entries(call, batch, head, pair, lane, total)
+            ahead = _entries(call, batch, head, pair, lane, total * each)
         for n in cutlass.range(total, unroll=1):
-            tile = n
+            tile = other = n
             if const_expr(variant.routed):
-                if n % WARP == 0:
+                place = n * each
+                if place % WARP == 0:
                     chunk = ahead
-                    ahead = _entries(call, batch, head, pair, n + WARP + lane, total)
-                tile = cute.arch.shuffle_sync(chunk, n % WARP)
+                    ahead = _entries(call, batch, head, pair, place + WARP + lane, total * each)
+                tile = cute.arch.shuffle_sync(chunk, place % WARP)
+                other = cute.arch.shuffle_sync(chunk, (place + each - 1) % WARP)
             kind = entry_kind(n, both, first, second)
             _fetch(
-                shapes, call, lane, use, tile, kind,
+                shapes, call, lane, use, tile, other, kind,
                 load_k, from_k, to_k, load_v, from_v, to_v,
             )  # fmt: skip
             use += 1
-        item += step
+        taken += 1
+        item = following
+        following = cute.arch.shuffle_sync(later, 0)
+        pair, head, batch = pair_next, head_next, batch_next
+        both, first, second = both_next, first_next, second_next
+    _announce(call, lane, taken, 0, pair, head, batch, both, first, second)
+
+
+@cute.jit
+def _next_item(call: Any, lane: Int32) -> Int32:
+    """The next item that nobody has taken, in lane 0: lists differ in length."""
+    item = Int32(0)
+    if lane == 0:
+        item = cute.arch.grid_dim()[0] + cute.arch.atomic_add(call.counter.iterator, Int32(1))
+    return item
+
+
+@cute.jit
+def _announce(
+    call: Any, lane: Int32, taken: Int32, is_item: int, pair: Int32, head: Int32, batch: Int32,
+    both: Int32, first: Int32, second: Int32,
+):  # fmt: skip
+    """Tells the groups which item is fetched now, or that there is none any more."""
+    items, slot = call.item, taken % SLOTS
+    cute.arch.mbarrier_wait(call.bars.item_empty + slot, taken // SLOTS & 1 ^ 1)
+    if lane == 0:
+        items[0, slot] = is_item
+        items[1, slot], items[2, slot], items[3, slot] = pair, head, batch
+        items[4, slot], items[5, slot], items[6, slot] = both, first, second
+        cute.arch.mbarrier_arrive(call.bars.item_full + slot)
 
 
 @cute.jit
@@ -99,7 +143,7 @@ def _fetch_query(
 
 @cute.jit
 def _fetch(
-    shapes: Shapes, call: Any, lane: Int32, use: Int32, tile: Int32, kind: Int32,
+    shapes: Shapes, call: Any, lane: Int32, use: Int32, tile: Int32, other: Int32, kind: Int32,
     load_k: Any, from_k: Any, to_k: Any, load_v: Any, from_v: Any, to_v: Any,
 ):  # fmt: skip
     """K and V of a use; of an entry of one group it releases the other's share."""
@@ -115,7 +159,23 @@ def _fetch(
         if lane == 0:
             if const_expr(load is load_k):
                 entry[stage] = tile
+                if const_expr(shapes.blocks == 2):
+                    entry[stage] = _valid(call, tile) + (_valid(call, other) << 8)
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
             if kind != 0:
                 cute.arch.mbarrier_arrive(empty, arrive_count=READERS // GROUPS)
-        cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=full)
+        if const_expr(shapes.blocks == 1):
+            cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=full)
+        else:
+            second = cutlass.max(other, -1 - other)
+            cute.copy(load, source[None, tile], target[None, stage, 0], tma_bar_ptr=full)
+            cute.copy(load, source[None, second], target[None, stage, 1], tma_bar_ptr=full)
+
+
+@cute.jit
+def _valid(call: Any, tile: Int32) -> Int32:
+    """Valid keys of a listed block; none of one that only fills an entry up."""
+    valid = cutlass.min(Int32(BLOCK), call.keys - tile * BLOCK)
+    if tile < 0:
+        valid = Int32(0)
+    return valid

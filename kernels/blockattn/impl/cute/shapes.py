@@ -19,11 +19,14 @@ BLOCK = 64  # tokens of a block of a route
 SHARED = 227 * 1024  # bytes of shared memory of a program
 MOST_STAGES = 8
 READERS = GROUPS * GROUP // WARP  # warps that release a stage
+SLOTS = 4  # items that the producer may have announced ahead
+WORDS = 8  # of an announcement: is it an item, pair, head, batch, its three counts; and one unused
 KINDS = 4  # of entries: of both groups, of the first, of the second; and one unused
 # Arrivals that end a phase of a barrier: the fetching thread, or every warp that reads.
 ARRIVALS = {
     "q_full": 1, "q_empty": READERS // GROUPS,
     "k_full": 1, "k_empty": READERS, "v_full": 1, "v_empty": READERS,
+    "item_full": 1, "item_empty": READERS,
 }  # fmt: skip
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -38,6 +41,7 @@ class Shapes:
         stages: tiles of K, and of V, in flight.
         turns: the products of the two groups alternate, so that one multiplies while the other
             does its softmax.
+        ahead: scores of the next entry are multiplied under the softmax too.
     """
 
     variant: Variant
@@ -45,6 +49,7 @@ class Shapes:
     query_rs: bool
     stages: int
     turns: bool
+    ahead: bool
 
     @classmethod
     def of(
@@ -53,6 +58,7 @@ class Shapes:
         columns: int | None = None,
         query_rs: bool | None = None,
         turns: bool | None = None,
+        ahead: bool | None = None,
     ) -> Shapes:
         """By default 64 keys for what goes by blocks, 128 else; Q from registers for 64 keys.
 
@@ -63,12 +69,25 @@ class Shapes:
         by_blocks = variant.routed or variant.lengths or variant.skip == BLOCK
         columns = columns or (BLOCK if by_blocks else 2 * BLOCK)
         if query_rs is None:
-            query_rs = columns == BLOCK and variant.skip is None
+            query_rs = (columns == BLOCK or variant.routed) and variant.skip is None
         fixed = 2 * GROUPS * ROWS * variant.dim * 2 + 1024
         ring = 2 * columns * variant.dim * 2
         if turns is None:
             turns = columns > BLOCK and variant.skip is None
-        return cls(variant, columns, query_rs, min(MOST_STAGES, (SHARED - fixed) // ring), turns)
+        if ahead is None:
+            ahead = columns == BLOCK
+        stages = min(MOST_STAGES, (SHARED - fixed) // ring)
+        return cls(variant, columns, query_rs, stages, turns, ahead)
+
+    @property
+    def blocks(self) -> int:
+        """Key blocks of an entry of a list."""
+        return self.columns // BLOCK if self.variant.routed else 1
+
+    @property
+    def fetched(self) -> tuple[int, int]:
+        """(rows, D) of what one copy brings: an entry of two key blocks has two for K."""
+        return self.columns // self.blocks, self.variant.dim
 
     @property
     def element(self) -> Any:
@@ -83,6 +102,13 @@ class Shapes:
         """K, and V: (columns, D, stage)."""
         return self._layout(self.columns, self.stages)
 
+    def fetched_layout(self) -> Any:
+        """Of what one copy brings, in a stage."""
+        stage = cute.select(self.key_layout(), mode=[0, 1])
+        if self.blocks == 1:
+            return stage
+        return cute.tiled_divide(stage, self.fetched)[0]
+
     def _layout(self, rows: int, count: int) -> Any:
         tile = rows, self.variant.dim
         # The enumeration has another module in each lane; quack has it under one name in both.
@@ -93,6 +119,8 @@ class Shapes:
         """How many of the barriers ``name`` there are."""
         if name.startswith("q"):
             return GROUPS
+        if name.startswith("item"):
+            return SLOTS
         return self.stages * (KINDS if name.endswith("full") else 1)
 
     def storage(self) -> Any:
@@ -108,6 +136,7 @@ class Shapes:
         fields = {
             **{name: words[cutlass.Int64, self.barriers(name)] for name in ARRIVALS},
             "entry": words[cutlass.Int32, self.stages],
+            "item": words[cutlass.Int32, SLOTS * WORDS],
             "q": query, "out": query, "k": keys, "v": keys,
         }  # fmt: skip
         return cute.struct(type("Storage", (), {"__annotations__": fields}))

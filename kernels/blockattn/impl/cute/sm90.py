@@ -1,9 +1,9 @@
 """Attention on Hopper (sm_90a): full range or route, tail, padded blocks, causal, LSE (CuTe DSL).
 
-Plan. A program is persistent and takes items (pair of neighbouring query blocks, head, batch) in
-turn. It has 384 threads: a warp group whose first warp fetches, and two that compute, each 64 query
-rows of the pair (two query blocks of a route).
-  Tiles     K and V of COLUMNS keys: 64 for a route, 128 for the full range. Q of 64 rows a group.
+Plan. A program is persistent and takes items (pair of neighbouring query blocks, head, batch) as it
+gets ready for them. It has 384 threads: a warp group whose first warp fetches, and two that
+compute, each 64 query rows of the pair (two query blocks of a route).
+  Tiles     K and V of COLUMNS keys: 64 where keys go by blocks, else 128. Q of 64 rows a group.
   Shared    rings of STAGES tiles of K and of V, Q and output of both groups: 224 kB at D = 128 with
             5 stages of 64 keys, 192 kB with 2 of 128.
   Registers 24 for the fetching group, 240 for the others: 64 accumulate the output (D = 128), 32 or
@@ -12,14 +12,18 @@ rows of the pair (two query blocks of a route).
             key blocks of both query blocks, then those of one alone in turn. From the three counts
             a group knows the place of each of its own entries and looks at no other; the producer
             releases an entry of one group on behalf of the other.
-  Overlap   A group issues Q K of its next entry, then P V of the one before, and does the softmax of
-            the former while the latter is multiplied; the other group fills what is left.
+  Overlap   Products run under the softmax of the same group (``walk``, ``ahead``); the other group
+            fills what is left.
 Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to release):
-  q_full[g]  group g for its Q              q_empty[g] producer until the 4 warps of g have read it
-  k_full[s]  groups for K, and its number   k_empty[s] producer until both groups have multiplied
-  v_full[s]  groups for V                   v_empty[s] likewise
-Named barrier 1 + g: group g around its output tile in shared memory, which leaves by TMA.
-The maximum is kept in raw units (q . k); the scale enters inside exp2 only.
+  item_full[n]    groups for the item that the producer begins; item_empty[n] the other way
+  q_full[g]       group g for its Q; q_empty[g] producer until the 4 warps of g have read it
+  k_full[s][kind] groups for K, and its number; kind: entry of both groups, of the first, of the
+                  second, because a group cannot tell phases in which it has no part
+  k_empty[s]      producer until both groups have multiplied
+  v_full[s][kind], v_empty[s] likewise for V
+Named barriers 1 and 2: a group around its output tile, which leaves by TMA; 3 and 4: votes; 5 and
+6: padding of V blanked; 7 and 8: whose turn it is to multiply.
+The reference of a row is kept in raw units (q . k); the scale enters inside exp2 only.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from quack import layout_utils
 
 from blockattn.impl.cute.consumer import consume
 from blockattn.impl.cute.producer import produce
-from blockattn.impl.cute.shapes import ARRIVALS, GROUP, GROUPS, ROWS, Shapes
+from blockattn.impl.cute.shapes import ARRIVALS, GROUP, GROUPS, ROWS, SLOTS, WORDS, Shapes
 from blockattn.impl.cute.variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -73,6 +77,7 @@ class Attention:
         scale_output: Any,
         limit: Float32,
         programs: Int32,
+        counter: cute.Tensor,
         stream: Any,
     ):
         """Launches ``programs`` persistent programs (one a processor) on ``stream``.
@@ -87,12 +92,13 @@ class Attention:
             dropped: int8 ``[B, H, Mq, Mk]`` of zeros; dropped tiles become 1.
             scale, scale_output: numbers or float32 tensors ``[1]``.
             limit: log2 of the skip threshold.
+            counter: int32 ``[1]``, zero: items that programs took after their first.
         """
         shapes = self.shapes
         q, k, v, out = (_tokens_first(x) for x in (q, k, v, out))
-        rows, tile = (ROWS, shapes.variant.dim), (shapes.columns, shapes.variant.dim)
+        rows, tile = (ROWS, shapes.variant.dim), shapes.fetched
         one = cute.select(shapes.query_layout(), mode=[0, 1])
-        stage = cute.select(shapes.key_layout(), mode=[0, 1])
+        stage = shapes.fetched_layout()
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_q, q_tma = cpasync.make_tiled_tma_atom(load, q, one, rows)
         load_k, k_tma = cpasync.make_tiled_tma_atom(load, k, stage, tile)
@@ -106,11 +112,12 @@ class Attention:
             load_sum, sum_tma = cpasync.make_tiled_tma_atom(load, v_sum, stage, tile)
         pairs = cute.ceil_div(q.shape[0], GROUPS * ROWS)
         items = pairs * q.shape[2] * q.shape[3]
-        self._kernel(
+        kernel: Any = self._kernel
+        kernel(
             load_q, q_tma, load_k, k_tma, load_v, v_tma, store_o, out_tma,
             load_mean, mean_tma, load_sum, sum_tma,
             lse, pair_index, pair_count, words, tail_lengths, block_lengths, dropped,
-            scale, scale_output, limit, q.shape[0], k.shape[0], pairs, items,
+            scale, scale_output, limit, counter, q.shape[0], k.shape[0], pairs, items,
             q.shape[2], q.shape[2] // k.shape[2],
         ).launch(
             grid=(cutlass.min(programs, items), 1, 1),
@@ -132,7 +139,7 @@ class Attention:
         pair_index: cute.Tensor | None, pair_count: cute.Tensor | None,
         words: cute.Tensor | None, tail_lengths: cute.Tensor | None,
         block_lengths: cute.Tensor | None, dropped: cute.Tensor | None,
-        scale: Any, scale_output: Any, limit: Float32,
+        scale: Any, scale_output: Any, limit: Float32, counter: cute.Tensor,
         queries: Int32, keys: Int32, pairs: Int32, items: Int32, heads: Int32, group: Int32,
     ):  # fmt: skip
         shapes = self.shapes
@@ -148,6 +155,7 @@ class Attention:
         s_k, s_v = (_shared(x, shapes.key_layout()) for x in (storage.k, storage.v))
         call = SimpleNamespace(
             bars=bars, entry=storage.entry.get_tensor(cute.make_layout(shapes.stages)),
+            item=storage.item.get_tensor(cute.make_layout((WORDS, SLOTS))), counter=counter,
             pair_index=pair_index, pair_count=pair_count, words=words, lse=lse,
             tail_lengths=tail_lengths, block_lengths=block_lengths, dropped=dropped, limit=limit,
             queries=queries, keys=keys, pairs=pairs, items=items, heads=heads, group=group,

@@ -12,6 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 from quack import layout_utils
 
 LN_2 = 0.6931471805599453
@@ -54,6 +56,20 @@ def keep_columns(scores: Any, thr_mma: Any, valid: Int32):
 
 
 @cute.jit
+def keep_halves(scores: Any, thr_mma: Any, first: Int32, second: Int32):
+    """Of each half of the columns only the first so many stay; the others become -inf."""
+    s = rows_of(scores)
+    columns = cute.size(s, mode=[1])
+    at = coordinates(thr_mma, columns * SHARERS)
+    half = columns * SHARERS // 2
+    for j in cutlass.range_constexpr(columns):
+        column = at[0, j][1]
+        inside = column % half < (first if const_expr(j < columns // 2) else second)
+        for r in cutlass.range_constexpr(2):
+            s[r, j] = s[r, j] if inside else -Float32.inf
+
+
+@cute.jit
 def keep_past(scores: Any, thr_mma: Any, shift: Int32):
     """Scores with column > row + ``shift``, which a causal query must not see, become -inf."""
     s = rows_of(scores)
@@ -65,12 +81,17 @@ def keep_past(scores: Any, thr_mma: Any, shift: Int32):
             s[r, j] = s[r, j] if at[0, j][1] <= last else -Float32.inf
 
 
+def weight_of(weights: Any, j: int) -> Int32:
+    """The weight of a thread's column ``j``: a byte."""
+    return weights[j // 4] >> j % 4 * 8 & 255
+
+
 @cute.jit
 def keep_weighted(scores: Any, weights: Any):
     """Scores of columns with weight zero become -inf."""
     s = rows_of(scores)
     for j in cutlass.range_constexpr(cute.size(s, mode=[1])):
-        inside = weights[j] > 0.0
+        inside = weight_of(weights, j) > 0
         for r in cutlass.range_constexpr(2):
             s[r, j] = s[r, j] if inside else -Float32.inf
 
@@ -97,7 +118,7 @@ def _sum(row: Any, weights: Any, start: Float32) -> Float32:
         if const_expr(weights is None):
             total[j % 2] = total[j % 2] + row[j]
         else:
-            total[j % 2] = total[j % 2] + row[j] * weights[j]
+            total[j % 2] = total[j % 2] + row[j] * Float32(weight_of(weights, j))
     return total[0] + total[1]
 
 
@@ -171,3 +192,21 @@ def vote(objects: Int32, barrier: Int32, threads: int) -> Int32:
         write_only_types=[Int32],
         read_only_args=[objects, barrier, Int32(threads)],
     )
+
+
+@dsl_user_op
+def _pinned(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    kind = llvm.AsmDialect.AD_ATT
+    value = Float32(x).ir_value(loc=loc, ip=ip)
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), [value], "mov.f32 $0, $1;", "=f,f", has_side_effects=True, asm_dialect=kind
+        )
+    )
+
+
+@cute.jit
+def pin(x: Any):
+    """Copies registers onto themselves at this very point of the program."""
+    for j in cutlass.range_constexpr(cute.size(x)):
+        x[j] = _pinned(x[j])
