@@ -1,4 +1,4 @@
-"""Variants within a family: image to video, replaced tokens, another patching, fused projections."""
+"""Variants within a family: image to video, replaced tokens, patches in time, fused weights."""
 
 from __future__ import annotations
 
