@@ -53,7 +53,8 @@ class RouteViewer(anywidget.AnyWidget):
     The kernel is asked for another layer, step or head and, above 900,000 pairs, once for the
     scores of a head. All else works from what the browser holds, so also in a saved notebook. No
     update is larger than 1 MB. An error is shown in the widget and logged; to a script, which has
-    no event loop, it is also raised. A first mask that cannot be read is said; another one is shown.
+    no event loop, it is also raised. Where the first mask cannot be read, it says so
+    and shows another one.
 
     Args:
         book: the masks, e.g. of :func:`workbench.masks.capture_masks`.
