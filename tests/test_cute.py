@@ -223,8 +223,9 @@ def test_a_plain_call_launches_with_its_tensors_and_nothing_else(launched):
     (call,) = launched
     assert (call.q is q, call.k is k, call.v is v, call.out is result.out) == (True,) * 4
     assert (call.scale, call.scale_output, call.limit) == (0.5, 3.0, -math.inf)
-    assert call.programs == 132
-    others = set(vars(call)) - {"q", "k", "v", "out", "scale", "scale_output", "limit", "programs"}
+    assert (call.programs, call.counter.tolist()) == (132, [0])
+    numbers = {"scale", "scale_output", "limit", "programs", "counter"}
+    others = set(vars(call)) - {"q", "k", "v", "out"} - numbers
     assert {name for name in others if getattr(call, name) is not None} == set()
 
 

@@ -88,6 +88,7 @@ def stand_ins(variant: Variant) -> tuple[Any, ...]:
         scale,
         number,
         cutlass.Int32(1),
+        dense(integer, 1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
