@@ -16,7 +16,8 @@ from packaging.requirements import Requirement
 from tests.test_imports import SOURCES, imports
 from workbench.config import sparse
 from workbench.doctor import GpuInfo, diagnose
-from workbench.doctor.versions import CUTE_PACKAGES, CUTE_SET, REQUIRED_PACKAGES
+from workbench.doctor.lanes import CUTE_PACKAGES, fix, pins
+from workbench.doctor.versions import REQUIRED_PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
@@ -106,15 +107,14 @@ def test_skip_weakness_19_packages_that_follow_each_other_are_pinned_exactly_wit
 def test_skip_weakness_20_moving_any_one_package_of_the_stack_is_noticed(moved: str):
     good = {**dict.fromkeys(REQUIRED_PACKAGES, "99"), "python": "3.11.7", "triton": "3.7.1"}
     good |= {"torch": "2.13.0", "numpy": "2.4.6", "ipykernel": "6.31.0"}
-    pins = [Requirement(line) for line in CUTE_SET]
-    stack = {x.name: next(iter(x.specifier)).version for x in pins}
+    stack = pins("cute")
     for part in ("base", "cu12", "cu13"):
         good[f"nvidia-cutlass-dsl-libs-{part}"] = stack["nvidia-cutlass-dsl"]
     gpu = GpuInfo("H200", (9, 0), 141 * 2**30)
     assert diagnose({**good, **stack}, gpu) == []
     for version in ("0.0.1", "99.0"):
         found = diagnose({**good, **stack, moved: version}, gpu)
-        assert any(x.fix and CUTE_SET[1] in x.fix for x in found), version
+        assert any(x.fix == fix("cute") for x in found), version
 
 
 # -- caches ---------------------------------------------------------------------------------------

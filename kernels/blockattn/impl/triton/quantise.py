@@ -263,7 +263,7 @@ def _nvfp4(
     LARGEST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    part, head, batch = _last_first()
+    part, head, batch = _last_first()  # pyright: ignore[reportGeneralTypeIssues]
     whole = _finite(tl.load(amax_ptr), LARGEST)
     whole = tl.where(whole < NVFP4_AMAX_SAFE, NVFP4_AMAX_SAFE, whole)
     encode = tl.div_rn(tl.full([], NVFP4_MAX, tl.float32), whole)
@@ -295,7 +295,7 @@ def _fp8_values(
     CONVERT: tl.constexpr, LARGEST: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    part, head, batch = _last_first()
+    part, head, batch = _last_first()  # pyright: ignore[reportGeneralTypeIssues]
     writes_factor = (part == 0) & (batch == 0)
     first, rows = part * ROWS, tl.arange(0, ROWS)
     bits = _load(
