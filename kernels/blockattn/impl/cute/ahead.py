@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from blockattn.impl.cute import softmax, steps, votes
+from blockattn.impl.cute import softmax, steps
 from blockattn.impl.cute.items import own_entry, shared_entry
 from blockattn.impl.cute.shapes import ROWS, Shapes
 
@@ -31,6 +31,8 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, own: Int32, tail: Any, phases
     now, tile = Int32(NONE), Int32(0)
     if const_expr(shapes.variant.tail):
         now, phases = shared_entry(shapes, at.use - tail, phases)
+        found = steps.new_tail(shapes)
+        steps.fetch_tail(shapes, work, at, Int32(0), found)
         tile = _begin(shapes, work, now, scores)
         for n in cutlass.range(tail, unroll=1):
             after, later = Int32(NONE), phases
@@ -39,30 +41,24 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, own: Int32, tail: Any, phases
             elif own > 0:
                 after, later = own_entry(shapes, at, Int32(0), phases)
             phases = later
-            tile = _single(shapes, work, at, now, tile, after, scores, True)
+            weights = steps.tail_weights(shapes, work, n, found)
+            steps.fetch_tail(shapes, work, at, n + 1, found)  # on its way during this step
+            tile = _single(shapes, work, at, now, tile, after, scores, weights)
             now = after
     else:
         if own > 0:
             now, phases = own_entry(shapes, at, Int32(0), phases)
             tile = _begin(shapes, work, now, scores)
-    if const_expr(shapes.variant.skip is not None):
-        for i in cutlass.range(own, unroll=1):
-            after, later = Int32(NONE), phases
-            if i + 1 < own:
-                after, later = own_entry(shapes, at, i + 1, phases)
-            phases = later
-            tile = _voted(shapes, work, at, now, tile, after, scores)
-            now = after
-    elif own > 0:
+    if own > 0:
         for j in cutlass.range((own - 1) // 2, unroll=1):
             after, phases = own_entry(shapes, at, 2 * j + 1, phases)
             other = _multiply_after(shapes, work, after)
-            _fold(shapes, work, at, now, tile, scores, False, None)
+            _fold(shapes, work, at, now, tile, scores, None, None)
             warpgroup.wait_group(1)
             tile = steps.take(work, after)
             last, phases = own_entry(shapes, at, 2 * j + 2, phases)
             coming = _multiply_after(shapes, work, last)
-            _fold(shapes, work, at, after, tile, other, False, now)
+            _fold(shapes, work, at, after, tile, other, None, now)
             warpgroup.wait_group(0)
             _free(work, after)
             tile = steps.take(work, last)
@@ -70,9 +66,9 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, own: Int32, tail: Any, phases
             now = last
         if own % 2 == 0:
             after, phases = own_entry(shapes, at, own - 1, phases)
-            tile = _single(shapes, work, at, now, tile, after, scores, False)
+            tile = _single(shapes, work, at, now, tile, after, scores, None)
             now = after
-        _fold(shapes, work, at, now, tile, scores, False, None)
+        _fold(shapes, work, at, now, tile, scores, None, None)
         warpgroup.wait_group(0)
         _free(work, now)
     return phases
@@ -81,40 +77,13 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, own: Int32, tail: Any, phases
 @cute.jit
 def _single(
     shapes: Shapes, work: Any, at: Any, now: Int32, tile: Int32, after: Int32, scores: Any,
-    is_tail: bool,
+    tail: Any,
 ) -> Int32:  # fmt: skip
     """One entry, with the scores of the next under its softmax; gives the tile of the next."""
     coming = _multiply_after(shapes, work, after)
-    _fold(shapes, work, at, now, tile, scores, is_tail, None)
+    _fold(shapes, work, at, now, tile, scores, tail, None)
     warpgroup.wait_group(0)
     _free(work, now)
-    tile = _arrived(work, after)
-    _copy(coming, scores)
-    return tile
-
-
-@cute.jit
-def _voted(
-    shapes: Shapes, work: Any, at: Any, now: Int32, tile: Int32, after: Int32, scores: Any
-) -> Int32:
-    """Like ``_single``, for an entry that a vote may drop."""
-    coming = _multiply_after(shapes, work, after)
-    void = steps.mask(shapes, work, at, scores, tile)
-    own = softmax.largest(scores)
-    if votes.keep(shapes, work, at, own) != 0:
-        shrink = softmax.per_row()
-        steps.rise(work, own)
-        raised = softmax.follow(own, work.m, work.l, work.unit, shrink)
-        softmax.fold(scores, work.m, work.l, work.unit, None)
-        if raised != 0:
-            softmax.rescale(work.acc, shrink)
-        steps.round_scores(shapes, work, scores)
-        steps.multiply_values(shapes, work, now, void)
-        warpgroup.wait_group(0)
-        _free(work, now)
-    else:
-        warpgroup.wait_group(0)
-        votes.drop(shapes, work, at, now, tile)
     tile = _arrived(work, after)
     _copy(coming, scores)
     return tile
@@ -160,16 +129,15 @@ def _copy(found: Any, scores: Any) -> None:
 
 @cute.jit
 def _fold(
-    shapes: Shapes, work: Any, at: Any, now: Int32, tile: Int32, scores: Any, is_tail: bool,
+    shapes: Shapes, work: Any, at: Any, now: Int32, tile: Int32, scores: Any, tail: Any,
     before: Any,
 ):  # fmt: skip
     """Softmax of an entry, and the start of its product with its values.
 
-    ``before`` is the entry whose values are still being multiplied, or None.
+    ``tail`` are the weights of a tile of summaries; ``before`` is the entry whose values are still
+    being multiplied. Both may be None.
     """
-    tail, shrink = None, softmax.per_row()
-    if const_expr(is_tail):
-        tail = steps.tail_weights(shapes, work, at, tile)
+    shrink = softmax.per_row()
     raised, void = steps.take_in(shapes, work, at, scores, tile, tail, shrink)
     if const_expr(before is not None):
         warpgroup.wait_group(1)

@@ -46,14 +46,14 @@ def consume(
         if const_expr(shapes.variant.skip is not None):
             work.peak.fill(-Float32.inf)
         cute.arch.mbarrier_wait(bars.q_full + g, q_phase)
-        if const_expr(shapes.query_rs):
+        if const_expr(shapes.ahead):
             _read_query(shapes, work, s_q)
             release(work, bars.q_empty + g)
         if const_expr(shapes.ahead):
             phases = walk_ahead(shapes, work, at, own, tail, phases)
         else:
             phases = walk(shapes, work, at, own, tail, phases)
-        if const_expr(not shapes.query_rs):
+        if const_expr(not shapes.ahead):
             release(work, bars.q_empty + g)
         _write(shapes, work, at, s_out, store_o, out, final)
         use += tail + both + first + second
@@ -80,7 +80,7 @@ def _new_work(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Flo
     g = cute.arch.make_warp_uniform(thread // GROUP)
     thread = thread % GROUP
     columns, dim = shapes.columns, shapes.variant.dim
-    query = "RS" if shapes.query_rs else "SS"
+    query = "RS" if shapes.ahead else "SS"
     mma_qk = sm90_utils.make_tiled_mma(shapes.element, "K", "K", columns, query)
     mma_pv = sm90_utils.make_tiled_mma(shapes.element, "K", "MN", dim, "RS")
     # Operands in shared memory are the same for every thread of a group.

@@ -30,9 +30,8 @@ def entry_counts(shapes: Shapes, call: Any, pair: Int32, head: Int32, batch: Int
     both = cute.ceil_div(call.keys, shapes.columns)
     first, second = Int32(0), Int32(0)
     if const_expr(shapes.variant.routed):
-        count, each = call.pair_count[batch, head, pair, None], shapes.blocks
-        both = count[0] // each
-        first, second = (count[1] + each - 1) // each, (count[2] + each - 1) // each
+        count = call.pair_count[batch, head, pair, None]
+        both, first, second = count[0], count[1], count[2]
     elif const_expr(shapes.variant.causal):
         tiles = both
         seen = GROUPS * ROWS // shapes.columns * (pair + 1)

@@ -8,10 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
-from quack import layout_utils
 
 from blockattn.impl.cute.items import entry_counts, entry_kind, item_place, tail_tiles
-from blockattn.impl.cute.shapes import BLOCK, GROUPS, KINDS, READERS, ROWS, SLOTS, WARP, Shapes
+from blockattn.impl.cute.shapes import GROUPS, KINDS, READERS, ROWS, SLOTS, WARP, Shapes
 
 
 def tile_ways(
@@ -19,9 +18,6 @@ def tile_ways(
 ) -> tuple[Any, Any]:
     """Tiles of ``rows`` tokens of a head, in global and in shared memory, for the copy ``atom``."""
     tiles = cute.local_tile(x[None, None, head, batch], (rows, shapes.variant.dim), (None, 0))
-    if const_expr(rows != cute.size(shared, mode=[0])):  # parts of a stage
-        shared = cute.local_tile(shared, (rows, shapes.variant.dim, shapes.stages), (None, 0, 0))
-        shared = layout_utils.select(shared, [0, 1, 3, 2])
     inner, outer = cpasync.tma_partition(
         atom,
         0,
@@ -36,7 +32,7 @@ def tile_ways(
 def produce(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, sources: Any):
     """Every item in turn, as its stages come free."""
     (load_q, q), (load_k, k), (load_v, v), (load_mean, mean), (load_sum, v_sum) = sources
-    variant, columns, each = shapes.variant, shapes.fetched[0], shapes.blocks
+    variant, columns = shapes.variant, shapes.columns
     lane = cute.arch.lane_idx()
     item, taken = cute.arch.block_idx()[0], Int32(0)
     following = cute.arch.shuffle_sync(_next_item(call, lane), 0)
@@ -64,26 +60,24 @@ def produce(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, sources: An
             from_sum, _ = tile_ways(shapes, load_sum, v_sum, s_v, columns, key_head, batch)
             for n in cutlass.range(tail_tiles(shapes, call), unroll=1):
                 _fetch(
-                    shapes, call, lane, use, n * each, n * each + 1, Int32(0),
+                    shapes, call, lane, use, n, Int32(0),
                     load_mean, from_mean, to_k, load_sum, from_sum, to_v,
                 )  # fmt: skip
                 use += 1
         total = both + first + second
         chunk, ahead = Int32(0), Int32(0)  # entries of 32 lanes: these and the ones after them
         if const_expr(variant.routed):
-            ahead = _entries(call, batch, head, pair, lane, total * each)
+            ahead = _entries(call, batch, head, pair, lane, total)
         for n in cutlass.range(total, unroll=1):
-            tile = other = n
+            tile = n
             if const_expr(variant.routed):
-                place = n * each
-                if place % WARP == 0:
+                if n % WARP == 0:
                     chunk = ahead
-                    ahead = _entries(call, batch, head, pair, place + WARP + lane, total * each)
-                tile = cute.arch.shuffle_sync(chunk, place % WARP)
-                other = cute.arch.shuffle_sync(chunk, (place + each - 1) % WARP)
+                    ahead = _entries(call, batch, head, pair, n + WARP + lane, total)
+                tile = cute.arch.shuffle_sync(chunk, n % WARP)
             kind = entry_kind(n, both, first, second)
             _fetch(
-                shapes, call, lane, use, tile, other, kind,
+                shapes, call, lane, use, tile, kind,
                 load_k, from_k, to_k, load_v, from_v, to_v,
             )  # fmt: skip
             use += 1
@@ -143,7 +137,7 @@ def _fetch_query(
 
 @cute.jit
 def _fetch(
-    shapes: Shapes, call: Any, lane: Int32, use: Int32, tile: Int32, other: Int32, kind: Int32,
+    shapes: Shapes, call: Any, lane: Int32, use: Int32, tile: Int32, kind: Int32,
     load_k: Any, from_k: Any, to_k: Any, load_v: Any, from_v: Any, to_v: Any,
 ):  # fmt: skip
     """K and V of a use; of an entry of one group it releases the other's share."""
@@ -159,23 +153,7 @@ def _fetch(
         if lane == 0:
             if const_expr(load is load_k):
                 entry[stage] = tile
-                if const_expr(shapes.blocks == 2):
-                    entry[stage] = _valid(call, tile) + (_valid(call, other) << 8)
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
             if kind != 0:
                 cute.arch.mbarrier_arrive(empty, arrive_count=READERS // GROUPS)
-        if const_expr(shapes.blocks == 1):
-            cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=full)
-        else:
-            second = cutlass.max(other, -1 - other)
-            cute.copy(load, source[None, tile], target[None, stage, 0], tma_bar_ptr=full)
-            cute.copy(load, source[None, second], target[None, stage, 1], tma_bar_ptr=full)
-
-
-@cute.jit
-def _valid(call: Any, tile: Int32) -> Int32:
-    """Valid keys of a listed block; none of one that only fills an entry up."""
-    valid = cutlass.min(Int32(BLOCK), call.keys - tile * BLOCK)
-    if tile < 0:
-        valid = Int32(0)
-    return valid
+        cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=full)

@@ -36,58 +36,31 @@ class Shapes:
     """What follows from a variant.
 
     Attributes:
-        columns: keys of a tile.
-        query_rs: Q is an operand from registers instead of shared memory.
-        stages: tiles of K, and of V, in flight.
+        columns: keys of a tile: 64 for what goes by blocks, else 128.
+        ahead: scores of the next entry are multiplied under the softmax too, and Q is an operand
+            from registers: read from shared memory for every product of 64 x 64, it would take all
+            of its bandwidth. Under a vote neither pays.
         turns: the products of the two groups alternate, so that one multiplies while the other
             does its softmax.
-        ahead: scores of the next entry are multiplied under the softmax too.
+        stages: tiles of K, and of V, in flight.
     """
 
     variant: Variant
     columns: int
-    query_rs: bool
-    stages: int
-    turns: bool
     ahead: bool
+    turns: bool
+    stages: int
 
     @classmethod
-    def of(
-        cls,
-        variant: Variant,
-        columns: int | None = None,
-        query_rs: bool | None = None,
-        turns: bool | None = None,
-        ahead: bool | None = None,
-    ) -> Shapes:
-        """By default 64 keys for what goes by blocks, 128 else; Q from registers for 64 keys.
-
-        With tiles of 64 x 64, reading Q from shared memory for every product would take all of its
-        bandwidth. Under a vote it stays there: in Triton's kernel a branch around the product with
-        V made ptxas (12.8) give Q and P the same registers.
-        """
+    def of(cls, variant: Variant) -> Shapes:
+        """The shapes as measured to be best on an H200."""
         by_blocks = variant.routed or variant.lengths or variant.skip == BLOCK
-        columns = columns or (BLOCK if by_blocks else 2 * BLOCK)
-        if query_rs is None:
-            query_rs = (columns == BLOCK or variant.routed) and variant.skip is None
+        columns = BLOCK if by_blocks else 2 * BLOCK
+        free = variant.skip is None
         fixed = 2 * GROUPS * ROWS * variant.dim * 2 + 1024
         ring = 2 * columns * variant.dim * 2
-        if turns is None:
-            turns = columns > BLOCK and variant.skip is None
-        if ahead is None:
-            ahead = columns == BLOCK
         stages = min(MOST_STAGES, (SHARED - fixed) // ring)
-        return cls(variant, columns, query_rs, stages, turns, ahead)
-
-    @property
-    def blocks(self) -> int:
-        """Key blocks of an entry of a list."""
-        return self.columns // BLOCK if self.variant.routed else 1
-
-    @property
-    def fetched(self) -> tuple[int, int]:
-        """(rows, D) of what one copy brings: an entry of two key blocks has two for K."""
-        return self.columns // self.blocks, self.variant.dim
+        return cls(variant, columns, by_blocks and free, not by_blocks and free, stages)
 
     @property
     def element(self) -> Any:
@@ -101,13 +74,6 @@ class Shapes:
     def key_layout(self) -> Any:
         """K, and V: (columns, D, stage)."""
         return self._layout(self.columns, self.stages)
-
-    def fetched_layout(self) -> Any:
-        """Of what one copy brings, in a stage."""
-        stage = cute.select(self.key_layout(), mode=[0, 1])
-        if self.blocks == 1:
-            return stage
-        return cute.tiled_divide(stage, self.fetched)[0]
 
     def _layout(self, rows: int, count: int) -> Any:
         tile = rows, self.variant.dim

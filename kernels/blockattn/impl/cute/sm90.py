@@ -50,12 +50,11 @@ class Attention:
 
     Args:
         variant: what is compiled in.
-        choices: other shapes than :meth:`Shapes.of` chooses, for experiments.
     """
 
-    def __init__(self, variant: Variant, **choices: Any) -> None:
+    def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        self.shapes = Shapes.of(variant, **choices)
+        self.shapes = Shapes.of(variant)
 
     @cute.jit
     def __call__(
@@ -96,9 +95,9 @@ class Attention:
         """
         shapes = self.shapes
         q, k, v, out = (_tokens_first(x) for x in (q, k, v, out))
-        rows, tile = (ROWS, shapes.variant.dim), shapes.fetched
+        rows, tile = (ROWS, shapes.variant.dim), (shapes.columns, shapes.variant.dim)
         one = cute.select(shapes.query_layout(), mode=[0, 1])
-        stage = shapes.fetched_layout()
+        stage = cute.select(shapes.key_layout(), mode=[0, 1])
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_q, q_tma = cpasync.make_tiled_tma_atom(load, q, one, rows)
         load_k, k_tma = cpasync.make_tiled_tma_atom(load, k, stage, tile)

@@ -56,20 +56,6 @@ def keep_columns(scores: Any, thr_mma: Any, valid: Int32):
 
 
 @cute.jit
-def keep_halves(scores: Any, thr_mma: Any, first: Int32, second: Int32):
-    """Of each half of the columns only the first so many stay; the others become -inf."""
-    s = rows_of(scores)
-    columns = cute.size(s, mode=[1])
-    at = coordinates(thr_mma, columns * SHARERS)
-    half = columns * SHARERS // 2
-    for j in cutlass.range_constexpr(columns):
-        column = at[0, j][1]
-        inside = column % half < (first if const_expr(j < columns // 2) else second)
-        for r in cutlass.range_constexpr(2):
-            s[r, j] = s[r, j] if inside else -Float32.inf
-
-
-@cute.jit
 def keep_past(scores: Any, thr_mma: Any, shift: Int32):
     """Scores with column > row + ``shift``, which a causal query must not see, become -inf."""
     s = rows_of(scores)

@@ -43,10 +43,7 @@ def start_keys(shapes: Shapes, work: Any, entry: Int32) -> Any:
 
 @cute.jit
 def take(work: Any, entry: Int32) -> Int32:
-    """The key tile of an entry whose scores are there; its K is released.
-
-    Of an entry of two blocks: the valid keys of the first, and 256 times those of the second.
-    """
+    """The key tile of an entry whose scores are there; its K is released."""
     tile = work.call.entry[entry >> 3]
     release(work, work.call.bars.k_empty + (entry >> 3))
     return tile
@@ -82,10 +79,6 @@ def _blank(shapes: Shapes, work: Any, stage: Int32, void: Int32):
 @cute.jit
 def mask(shapes: Shapes, work: Any, at: Any, scores: Any, tile: Int32) -> Int32:
     """Hides what a query must not see; gives whether the thread's row of values is padding."""
-    if const_expr(shapes.blocks == 2):
-        if tile != BLOCK + (BLOCK << 8):
-            softmax.keep_halves(scores, work.thr_qk, tile & 255, tile >> 8)
-        return Int32(0)
     call = work.call
     start = tile * shapes.columns
     valid = call.keys - start
@@ -132,31 +125,47 @@ def round_scores(shapes: Shapes, work: Any, scores: Any) -> None:
 
 
 @cute.jit
-def tail_weights(shapes: Shapes, work: Any, at: Any, n: Int32):
+def fetch_tail(shapes: Shapes, work: Any, at: Any, n: Int32, found: Any):
+    """Starts to read what :func:`tail_weights` needs of summary tile ``n`` into ``found``."""
+    call, columns = work.call, shapes.columns
+    last = cute.size(call.tail_lengths) - 1
+    places = softmax.coordinates(work.thr_qk, columns)
+    line = cutlass.min(at.row // BLOCK, call.words.shape[2] - 1)
+    for j in cutlass.range_constexpr(columns // softmax.SHARERS):
+        column = cutlass.min(n * columns + places[0, j][1], last)
+        found[j] = call.tail_lengths[column]
+    each = columns // softmax.SHARERS
+    for i in cutlass.range_constexpr(columns // 32):
+        place = cutlass.min(n * (columns // 32) + i, call.words.shape[3] - 1)
+        found[each + i] = call.words[at.batch, at.head, line, place]
+    found[each + columns // 32] = call.tail_lengths[
+        cutlass.min(n * columns + work.thread // 2, last)
+    ]
+
+
+def new_tail(shapes: Shapes) -> Any:
+    """Room for what :func:`fetch_tail` reads."""
+    columns = shapes.columns
+    return cute.make_rmem_tensor(columns // softmax.SHARERS + columns // 32 + 1, Int32)
+
+
+@cute.jit
+def tail_weights(shapes: Shapes, work: Any, n: Int32, found: Any):
     """Keys that each summary of tile ``n`` stands for, none where its block is exact; padding.
 
-    Four lengths share a register, so that they can be fetched before there is room for more.
+    Four lengths share a register.
     """
-    call, columns = work.call, shapes.columns
-    blocks = cute.size(call.tail_lengths)
+    columns, blocks = shapes.columns, cute.size(work.call.tail_lengths)
     places = softmax.coordinates(work.thr_qk, columns)
     each = columns // softmax.SHARERS
     weights = cute.make_rmem_tensor(each // 4, Int32)
     weights.fill(0)
-    line = cutlass.min(at.row // BLOCK, call.words.shape[2] - 1)
-    for half in cutlass.range_constexpr(columns // 32):
-        place, word = n * (columns // 32) + half, Int32(-1)
-        if place < call.words.shape[3]:
-            word = call.words[at.batch, at.head, line, place]
-        for j in cutlass.range_constexpr(half * 8, half * 8 + 8):
-            column, length = n * columns + places[0, j][1], Int32(0)
-            if column < blocks:
-                length = call.tail_lengths[column]
-            length = 0 if (word >> column % 32) & 1 else length
-            weights[j // 4] = weights[j // 4] | length << j % 4 * 8
-    void = Int32(0)
-    if const_expr(shapes.variant.lengths):
-        mine = n * columns + work.thread // 2
-        if mine < blocks:
-            void = Int32(1) if call.tail_lengths[mine] == 0 else Int32(0)
+    for j in cutlass.range_constexpr(each):
+        column = places[0, j][1]
+        word = found[each + j // 8]
+        absent = (word >> column % 32 & 1) == 0 and n * columns + column < blocks
+        length = found[j] if absent else 0
+        weights[j // 4] = weights[j // 4] | length << j % 4 * 8
+    inside = n * columns + work.thread // 2 < blocks
+    void = Int32(1) if inside and found[each + columns // 32] == 0 else Int32(0)
     return weights, void

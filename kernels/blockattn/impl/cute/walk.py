@@ -27,15 +27,19 @@ def walk(shapes: Shapes, work: Any, at: Any, own: Int32, tail: Any, phases: Int3
     start, before, void = Int32(0), Int32(NONE), Int32(0)
     if const_expr(shapes.variant.tail):
         before, phases = shared_entry(shapes, at.use - tail, phases)
-        void = _first(shapes, work, at, before, True)
+        found = steps.new_tail(shapes)
+        steps.fetch_tail(shapes, work, at, Int32(0), found)
+        void = _first(shapes, work, at, before, found)
         for n in cutlass.range(1, tail, unroll=1):
             now, phases = shared_entry(shapes, at.use - tail + n, phases)
-            void = _next(shapes, work, at, now, before, void, n, True)
+            steps.fetch_tail(shapes, work, at, n, found)
+            weights = steps.tail_weights(shapes, work, n, found)
+            void = _next(shapes, work, at, now, before, void, weights, False)
             before = now
     elif const_expr(shapes.variant.skip is None) and own > 0:
         start = Int32(1)
         before, phases = own_entry(shapes, at, Int32(0), phases)
-        void = _first(shapes, work, at, before, False)
+        void = _first(shapes, work, at, before, None)
     for i in cutlass.range(start, own, unroll=1):
         now, phases = own_entry(shapes, at, i, phases)
         if const_expr(shapes.variant.skip is None):
@@ -58,12 +62,12 @@ def pass_turn(work: Any):
 
 
 @cute.jit
-def _first(shapes: Shapes, work: Any, at: Any, now: Int32, is_tail: bool) -> Int32:
+def _first(shapes: Shapes, work: Any, at: Any, now: Int32, found: Any) -> Int32:
     """The first entry of an item: scores and probabilities; gives whether a value is padding."""
     scores = steps.multiply_keys(shapes, work, now)
     tail = None
-    if const_expr(is_tail):
-        tail = steps.tail_weights(shapes, work, at, Int32(0))
+    if const_expr(found is not None):
+        tail = steps.tail_weights(shapes, work, Int32(0), found)
     warpgroup.wait_group(0)
     tile = steps.take(work, now)
     _, void = steps.take_in(shapes, work, at, scores, tile, tail, softmax.per_row())
@@ -73,9 +77,11 @@ def _first(shapes: Shapes, work: Any, at: Any, now: Int32, is_tail: bool) -> Int
 
 @cute.jit
 def _next(
-    shapes: Shapes, work: Any, at: Any, now: Int32, before: Int32, void: Int32, n: Any, turn: Any
+    shapes: Shapes, work: Any, at: Any, now: Int32, before: Int32, void: Int32, tail: Any, turn: Any
 ) -> Int32:
-    """Any other entry, while the values of the one before are multiplied; ``n`` counts a tail.
+    """Any other entry, while the values of the one before are multiplied.
+
+    ``tail`` are the weights of a tile of summaries, or None.
 
     With ``turn`` the other group has an entry of the same number, and their products alternate.
     """
@@ -85,9 +91,7 @@ def _next(
     steps.multiply_values(shapes, work, before, void)
     if const_expr(shapes.turns) and turn:
         pass_turn(work)
-    tail, shrink = None, softmax.per_row()
-    if const_expr(n is not None):
-        tail = steps.tail_weights(shapes, work, at, n)
+    shrink = softmax.per_row()
     warpgroup.wait_group(1)
     tile = steps.take(work, now)
     raised, void = steps.take_in(shapes, work, at, scores, tile, tail, shrink)
