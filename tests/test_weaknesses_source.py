@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from tests.test_imports import SOURCES, imports
 from workbench.config import sparse
 from workbench.doctor import GpuInfo, diagnose
-from workbench.doctor.lanes import CUTE_PACKAGES, fix, pins
+from workbench.doctor.lanes import CUTE_PACKAGES, LANES, fix, pins
 from workbench.doctor.versions import REQUIRED_PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,15 +92,15 @@ def test_sol_weakness_42_no_package_shares_a_name_with_a_kernel_package():
 
 
 def test_skip_weakness_19_packages_that_follow_each_other_are_pinned_exactly_with_a_reason():
-    extra = [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["cute"]]
-    assert [x.name for x in extra] == list(CUTE_PACKAGES)
     lines = PYPROJECT.splitlines()
-    for requirement in extra:
-        assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), requirement
-        (at,) = [
-            n for n, line in enumerate(lines) if line.strip().startswith(f'"{requirement.name}')
-        ]
-        assert lines[at - 1].strip().startswith("#"), requirement.name
+    for lane in LANES:
+        extra = [Requirement(line) for line in PROJECT["project"]["optional-dependencies"][lane]]
+        assert [x.name for x in extra][:3] == list(CUTE_PACKAGES)
+        for requirement in extra:
+            assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), requirement
+    for name in CUTE_PACKAGES:
+        at = next(n for n, line in enumerate(lines) if line.strip().startswith(f'"{name}'))
+        assert lines[at - 1].strip().startswith("#"), name
 
 
 @pytest.mark.parametrize("moved", CUTE_PACKAGES)
@@ -167,7 +167,8 @@ def test_skip_weakness_8_every_test_file_lies_where_pytest_and_ci_look():
 def optional_imports(tree: ast.Module) -> set[str]:
     """Packages that importing a test file needs and that a CPU-only installation may lack.
 
-    After ``pytest.importorskip`` of a package, which skips the file and names it, it may be used.
+    After ``pytest.importorskip`` of a package, which skips the file and names it, it may be used,
+    also by the files of inputs that are imported then.
     """
     needed: set[str] = set()
     guarded: set[str] = set()
@@ -176,11 +177,16 @@ def optional_imports(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Import):
             needed |= {alias.name.split(".")[0] for alias in node.names} - guarded
         elif isinstance(node, ast.ImportFrom):
-            needed |= {(node.module or "").split(".")[0]} - guarded
+            package, _, inputs = (node.module or "").partition(".")
+            if package == "tests":
+                needed |= optional_imports(TESTS[ROOT / "tests" / f"{inputs}.py"]) - guarded
+            needed |= {package} - guarded
     return needed & {"cutlass", "quack", "flash_attn", "cudnn", "diffusers", "lpips", "triton"}
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [x for x in TESTS if x.name.startswith("test_")], ids=lambda path: path.name
+)
 def test_skip_weakness_9_importing_a_test_needs_no_optional_package(path: Path):
     late = "import cutlass.cute\npytest.importorskip('cutlass')\nimport cutlass"
     assert optional_imports(ast.parse(late)) == {"cutlass"}

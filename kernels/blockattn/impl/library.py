@@ -8,7 +8,7 @@ fault of the installation and stays loud; `workbench doctor` names the mixture.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from importlib import import_module, metadata
 from typing import Any
 
@@ -72,7 +72,7 @@ def _failure(module: str) -> ImportError | OSError | None:
     return None
 
 
-@cache
+@lru_cache(maxsize=16)
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -143,7 +143,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-@cache
+@lru_cache(maxsize=16)
 def source_digest(package: Path) -> str:
     """SHA-256 of every Python file of a folder, names included."""
     digest = hashlib.sha256()
