@@ -178,9 +178,10 @@ def optional_imports(tree: ast.Module) -> set[str]:
             needed |= {alias.name.split(".")[0] for alias in node.names} - guarded
         elif isinstance(node, ast.ImportFrom):
             package, _, inputs = (node.module or "").partition(".")
-            if package == "tests":
-                needed |= optional_imports(TESTS[ROOT / "tests" / f"{inputs}.py"]) - guarded
             needed |= {package} - guarded
+            names = [inputs] if inputs else [alias.name for alias in node.names]
+            for name in names if package == "tests" else ():
+                needed |= optional_imports(TESTS[ROOT / "tests" / f"{name}.py"]) - guarded
     return needed & {"cutlass", "quack", "flash_attn", "cudnn", "diffusers", "lpips", "triton"}
 
 
