@@ -381,7 +381,8 @@ def test_an_error_while_loading_is_shown_where_it_happened_and_the_next_mask_hea
     alert = viewer.root.get_by_role("alert")
     click_cell(viewer, row=2, column=0)
     alert.wait_for()
-    assert "OSError: capture file of layer 5 is gone" in alert.inner_text()
+    assert "layer 5, step 8, head 0: OSError: capture file of layer 5" in alert.inner_text()
+    assert viewer.root.locator("select").nth(1).input_value() == "8"  # step 0 was not recorded
     keep_picture(viewer.root, "viewer_error")
     click_cell(viewer, row=0, column=0)
     alert.wait_for(state="hidden")

@@ -40,13 +40,9 @@ class Controls {
     select.replaceChildren(...made);
   }
 
-  /** A layer may have been recorded at other steps: the nearest one is taken. */
   pickLayer() {
-    const layer = Number(this.layer.value);
-    const step = Number(this.step.value);
-    const steps = this.viewer.stepsOf(layer);
-    const nearest = steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a));
-    this.viewer.open(layer, nearest, Number(this.head.value));
+    const [layer, step, head] = [this.layer, this.step, this.head].map((knob) => Number(knob.value));
+    this.viewer.open(layer, this.viewer.nearestStep(layer, step), head);
   }
 
   pick() {

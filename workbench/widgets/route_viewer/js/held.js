@@ -30,6 +30,12 @@ class Held {
     return this.facts.steps.filter((_, column) => this.isRecorded(row, column));
   }
 
+  /** A layer may have been recorded at other steps: the nearest one is taken. */
+  nearestStep(layer, step) {
+    const nearer = (a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a);
+    return this.stepsOf(layer).reduce(nearer);
+  }
+
   /** What is on the screen, which may lag behind what was asked for. */
   get place() {
     const { layer, step, heads } = this.model.get("shown");

@@ -201,7 +201,8 @@ class IndexView {
 
   open(row, column) {
     if (row < 0 || row >= this.layers.length || column < 0 || column >= this.columns) return;
-    this.viewer.open(...this.place(row, column));
+    const [layer, step, head] = this.place(row, column);
+    this.viewer.open(layer, this.viewer.nearestStep(layer, step), head);
   }
 
   key(event) {
