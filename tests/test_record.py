@@ -73,6 +73,22 @@ def test_with_guidance_the_half_with_the_text_is_kept(video, tmp_path: Path):
     assert torch.equal(both.load(1, 0).q, alone.load(1, 0).q)
 
 
+def test_a_recording_goes_on_only_with_the_guidance_that_it_began_with(video, tmp_path: Path):
+    """Another guidance leads to another video, whose calls would stand beside the first ones."""
+    killer = video.pipe.transformer_2.register_forward_pre_hook(_fails)
+    with pytest.raises(RuntimeError, match="killed"):
+        recorded(video, PLAN, tmp_path / "a")
+    killer.remove()
+    guided = PipelineVideo(video.pipe, video.name, SIZE, 4, guidance=2.0)
+    with pytest.raises(ValueError, match=r"guidance: '1\.0' there, '2\.0' now"):
+        recorded(guided, PLAN, tmp_path / "a", resume=True)
+    assert len(recorded(video, PLAN, tmp_path / "a", resume=True).entries) == 4
+
+
+def _fails(*_: object) -> None:
+    raise RuntimeError("killed")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -62,8 +62,19 @@ class RecordPlan:
             head_dim=seen.head_dim,
             title=f"{video.name}, {self.prompt}",
             selection=Selection(self.heads, chosen),
-            details={"model": video.title, "prompt": self.prompt, "seed": str(self.seed)},
+            details=self._details(video),
         )
+
+    def _details(self, video: PipelineVideo) -> dict[str, str]:
+        """Everything that decides what is sampled: two runs that differ in it are two captures."""
+        own = "the pipeline's own"
+        return {
+            "model": video.title,
+            "prompt": self.prompt,
+            "seed": str(self.seed),
+            "guidance": own if video.guidance is None else str(video.guidance),
+            "size": own if video.size is None else ",".join(map(str, video.size)),
+        }
 
 
 def spread_plan(
