@@ -75,7 +75,7 @@ def test_with_guidance_the_half_with_the_text_is_kept(video, tmp_path: Path):
 
 def test_a_recording_goes_on_only_with_the_guidance_that_it_began_with(video, tmp_path: Path):
     """Another guidance leads to another video, whose calls would stand beside the first ones."""
-    killer = video.pipe.transformer_2.register_forward_pre_hook(_fails)
+    killer = video.pipe.transformer.blocks[1].register_forward_pre_hook(_fails)
     with pytest.raises(RuntimeError, match="killed"):
         recorded(video, PLAN, tmp_path / "a")
     killer.remove()
