@@ -1,8 +1,8 @@
 """Which tensors of an unfinished capture are on disk already, so that a killed run can go on.
 
 A text file beside the `.partial` one. Its first line states what is recorded; then comes one line
-for each write, after the bytes: the checksums of the tensors and, of an entry, its time. The last
-line may be torn by a kill and is then ignored.
+for each entry, after the bytes: its time and the checksums of its tensors. The last line may be
+torn by a kill and is then ignored. A video is not noted: it is sampled again anyway.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Journal:
         """Begins an empty one."""
         self.path.write_text(_line(self._facts))
 
-    def add(self, digests: Mapping[str, str], entry: tuple[int, int] | None, time: float) -> None:
-        """Notes tensors whose bytes have been written."""
+    def add(self, digests: Mapping[str, str], entry: tuple[int, int], time: float) -> None:
+        """Notes an entry whose bytes have been written."""
         with self.path.open("a") as file:
             file.write(_line({"sha256": dict(digests), "entry": entry, "time": time}))
 
@@ -58,8 +58,7 @@ class Journal:
         self._compare(lines[0] if lines else {})
         for line in lines[1:]:
             found.digests.update(line["sha256"])
-            if line["entry"] is not None:
-                found.times[tuple(line["entry"])] = line["time"]
+            found.times[tuple(line["entry"])] = line["time"]
         return found
 
     def _compare(self, theirs: Mapping[str, object]) -> None:
@@ -77,7 +76,7 @@ class Journal:
 
 
 def entries_in(path: Path) -> int:
-    """Writes that a journal notes; 0 where there is none."""
+    """Entries that a journal notes; 0 where there is none."""
     return max(0, len(_lines(path)) - 1) if path.is_file() else 0
 
 

@@ -143,9 +143,9 @@ class CaptureWriter:
         """What an interrupted recording really holds: entries whose bytes fit their checksums."""
         good = {name: digest for name, digest in done.digests.items() if self._holds(name, digest)}
         whole = [e for e in done.times if all(tensor_name(*e, part) in good for part in PARTS)]
-        names = {tensor_name(*entry, part) for entry in whole for part in PARTS} | {VIDEO}
+        names = [tensor_name(*entry, part) for entry in whole for part in PARTS]
         times = {entry: done.times[entry] for entry in whole}
-        return times, {name: digest for name, digest in good.items() if name in names}
+        return times, {name: good[name] for name in names}
 
     def _holds(self, name: str, digest: str) -> bool:
         place = self.spec.tensors[name]
