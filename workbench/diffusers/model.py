@@ -27,6 +27,7 @@ class AttachedModel:
 
     Attributes:
         name: in the pipeline.
+        transformer: the module itself, without the wrapper of `torch.compile`.
         family: what is known of it.
         attention: the policy of its layers, with counters and records.
         forward: its current forward call.
@@ -45,22 +46,22 @@ class AttachedModel:
         train_timesteps: int,
         options: Mapping[str, Any],
     ) -> None:
-        self.name, self._outer, self._inner = name, model, plain(model)
-        self.family = family_of(self._inner)
-        names = self.family.attention_modules(self._inner)
+        self.name, self._outer, self.transformer = name, model, plain(model)
+        self.family = family_of(self.transformer)
+        names = self.family.attention_modules(self.transformer)
         _check_config(config, self.family, options)
         surroundings = {"num_layers": len(names), "module_names": names, "dense": model_dense}
-        surroundings |= own_calibration(self._inner, config)
+        surroundings |= own_calibration(self.transformer, config)
         self.attention = SparseAttention(config, **{**surroundings, **options})
         self.forward = Forward(
             name,
-            self._inner,
+            self.transformer,
             self.family,
             self.attention,
             clock=clock,
             train_timesteps=train_timesteps,
             watched=observe is not None,
-            compiled=model is not self._inner or self._inner._compiled_call_impl is not None,
+            compiled=self.compiled,
         )
         self.layers: dict[int, str] = {}
         self.left_alone: dict[str, str] = self._others(names)
@@ -68,19 +69,25 @@ class AttachedModel:
         self._handles: list[RemovableHandle] = []
         self._compiled: Any = None
 
+    @property
+    def compiled(self) -> bool:
+        """Whether it is compiled now: wrapped by `torch.compile`, or in place."""
+        wrapped = self._outer is not self.transformer
+        return wrapped or self.transformer._compiled_call_impl is not None
+
     def attach(self) -> None:
         """Puts our processors and hooks in."""
         for _, module, _, spliced in self._splices:
             module.processor = spliced
-        self._compiled = self._inner._compiled_call_impl
+        self._compiled = self.transformer._compiled_call_impl
         if self._compiled is not None:
-            self._inner._compiled_call_impl = Outside(self.forward, self._compiled)
+            self.transformer._compiled_call_impl = Outside(self.forward, self._compiled)
         hook = self.forward.hook()
-        for model in {id(m): m for m in (self._inner, self._outer)}.values():
+        for model in {id(m): m for m in (self.transformer, self._outer)}.values():
             self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
-        for layer, name in enumerate(self.family.cross_modules(self._inner)):
+        for layer, name in enumerate(self.family.cross_modules(self.transformer)):
             count = CrossCount(self.attention, layer)
-            self._handles.append(self._inner.get_submodule(name).register_forward_hook(count))
+            self._handles.append(self.transformer.get_submodule(name).register_forward_hook(count))
 
     def detach(self) -> list[str]:
         """Takes them out again.
@@ -97,23 +104,23 @@ class AttachedModel:
         for handle in self._handles:
             handle.remove()
         if self._compiled is not None:
-            self._inner._compiled_call_impl = self._compiled
+            self.transformer._compiled_call_impl = self._compiled
         self._handles, self._splices, self._compiled = [], [], None
         return replaced
 
     def _others(self, names: list[str]) -> dict[str, str]:
         """Why the modules that are no layers of ours are left alone."""
-        cross = set(self.family.cross_modules(self._inner))
+        cross = set(self.family.cross_modules(self.transformer))
         return {
             name: "cross-attention" if name in cross else "no self-attention of the video"
-            for name, module in self._inner.named_modules()
+            for name, module in self.transformer.named_modules()
             if name not in names and getattr(module, "processor", None) is not None
         }
 
     def _plan(self, names: list[str], observe: Observe | None) -> list[Splice]:
         splices: list[Splice] = []
         for index, name in enumerate(names):
-            module = self._inner.get_submodule(name)
+            module = self.transformer.get_submodule(name)
             processor = module.processor
             self._check_free(processor)
             reason = obstacle(processor)

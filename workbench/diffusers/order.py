@@ -26,9 +26,8 @@ from workbench.diffusers.model import AttachedModel
 
 ROTATION = "image_rotary_emb"  # argument of models that get their rotations from the pipeline
 TOKENS = "hidden_states"
-CONDITION = (
-    "condition_embedder"  # of Wan: (temb of the last layer, that of the blocks, text, image)
-)
+# Of Wan, it returns (temb of the last layer, that of the blocks, text, image).
+CONDITION = "condition_embedder"
 
 
 @contextmanager
@@ -65,12 +64,12 @@ class Reorder:
     def __init__(self, model: AttachedModel, order: str) -> None:
         self.name, self.order = model.name, order
         self.family, self.forward = model.family, model.forward
-        self._model = model._inner
+        self._model = model.transformer
         self._names = tuple(inspect.signature(type(self._model).forward).parameters)[1:]
         self._handles: list[RemovableHandle] = []
         self._grid: TokenGrid | None = None
         self._by_token = False
-        self._check(compiled=model._outer is not self._model)
+        self._check(compiled=model.compiled)
 
     def start(self) -> None:
         """Puts the hooks in."""
@@ -102,7 +101,7 @@ class Reorder:
                 f"{self.name} runs in {self.forward.order} order already; leave that `with` block "
                 "first"
             )
-        if compiled or self._model._compiled_call_impl is not None:
+        if compiled:
             raise UnsupportedError(
                 f"{self.name} is compiled, and its graph has no place for another token order; "
                 "set the order on the model as it was before torch.compile"

@@ -69,9 +69,8 @@ def tiny_wan(
             for norm in (block.attn1.norm_q, block.attn1.norm_k):
                 norm.weight.mul_(2)
     model.eval().requires_grad_(False)
-    return torch.nn.Module.to(
-        model, dtype
-    )  # its own `to` warns of what keeps float32 in a checkpoint
+    # Its own `to` warns of what keeps float32 in a checkpoint.
+    return torch.nn.Module.to(model, dtype)
 
 
 def tiny_wan_pipeline(**options: Any) -> Any:
