@@ -23,6 +23,7 @@ from torch import Tensor
 from blockattn import TokenGrid, checks
 from workbench.attention import SparseAttention
 from workbench.diffusers import attach
+from workbench.diffusers.attach import COMPONENTS
 from workbench.diffusers.families import family_of
 from workbench.diffusers.model import plain
 from workbench.export import Deployment
@@ -33,7 +34,6 @@ from workbench.sample.settings import MAX_SEED
 
 TEXT_TOKENS = 512  # of random text embeddings, as many as Wan's text encoder gives
 OURS = {"workbench", "blockattn"}  # whose warnings belong to a run; libraries warn of other things
-PARTS = ("transformer", "transformer_2")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class PipelineVideo:
         with attach(self.pipe, None, observe=look) as attached:
             falling = attached.models[0].family.falling
             with contextlib.suppress(_Enough):
-                self._call(prompt, 0)
+                self.run(prompt, 0)
         ((q, call),) = found
         train = self.pipe.scheduler.config.num_train_timesteps
         times = [t / train if falling else 1 - t / train for t in self._timesteps()]
@@ -177,14 +177,22 @@ class PipelineVideo:
             warnings.simplefilter("always")
             began = time.perf_counter()
             with attach(self.pipe, config, record=True, **options) as attached:
-                video = self._call(prompt, seed)
+                video = self.run(prompt, seed)
             seconds = time.perf_counter() - began
         told = dict.fromkeys(str(w.message) for w in caught if OURS & set(Path(w.filename).parts))
         return Run(video, self._has("vae"), tuple(attached.records), seconds, tuple(told))
 
+    @torch.no_grad()
     def run(self, prompt: str, seed: int) -> Tensor:
         """One video with whatever attention is attached; as :attr:`Run.video`."""
-        return self._call(prompt, seed)
+        pixels = self._has("vae")
+        frames = self.pipe(
+            **self._text_arguments(prompt),
+            **self._settings,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="np" if pixels else "latent",
+        ).frames
+        return torch.as_tensor(frames[0]).float().cpu()
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -195,7 +203,7 @@ class PipelineVideo:
 
     @property
     def _transformers(self) -> list[str]:
-        return [name for name in PARTS if getattr(self.pipe, name, None) is not None]
+        return [name for name in COMPONENTS if getattr(self.pipe, name, None) is not None]
 
     @property
     def _part(self) -> Any:
@@ -209,17 +217,6 @@ class PipelineVideo:
 
     def _timesteps(self) -> list[float]:
         return [float(t) for t in self.pipe.scheduler.timesteps]
-
-    @torch.no_grad()
-    def _call(self, prompt: str, seed: int) -> Tensor:
-        pixels = self._has("vae")
-        frames = self.pipe(
-            **self._text_arguments(prompt),
-            **self._settings,
-            generator=torch.Generator().manual_seed(seed),
-            output_type="np" if pixels else "latent",
-        ).frames
-        return torch.as_tensor(frames[0]).float().cpu()
 
     def _text_arguments(self, prompt: str) -> dict[str, Any]:
         """The prompt, or without a text encoder embeddings that follow from it."""
