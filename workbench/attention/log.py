@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 Kind = Literal["sparse", "dense", "ineligible"]
+Key = TypeVar("Key")
 MISSING_TIME = ("note", "no denoising time")  # counted besides the call itself
 TAGS = (torch.Tag.cudagraph_unsafe,)  # its tensor is on the CPU
 
@@ -60,6 +62,11 @@ class CallRecord:
     emulated: tuple[str, ...] = ()
     note: str = ""
     reasons: tuple[str, ...] = ()
+
+    @property
+    def ran(self) -> str:
+        """Algorithm and implementation, such as ``sol_attn: eager``."""
+        return f"{self.algorithm}: {self.impl}"
 
 
 @dataclass(frozen=True)
@@ -187,8 +194,28 @@ class CallLog:
 
 
 def density_by_step(records: Iterable[CallRecord]) -> dict[int | None, float]:
-    """Mean delivered density of each step over its calls, dense ones included."""
-    by_step: dict[int | None, list[float]] = {}
-    for record in records:
-        by_step.setdefault(record.step, []).append(record.density)
-    return {step: sum(values) / len(values) for step, values in by_step.items()}
+    """Mean delivered density of each step over its calls, dense ones included; steps ascend."""
+    means = _means((record.step, record.density) for record in records)
+    return {step: means[step] for step in sorted(means, key=lambda n: n or 0)}
+
+
+def density_by_layer(records: Iterable[CallRecord]) -> dict[int, float]:
+    """Mean delivered density of each layer over its calls, dense ones included."""
+    return _means((record.layer, record.density) for record in records)
+
+
+def mean_density(records: Sequence[CallRecord]) -> float:
+    """Mean delivered density over all calls, dense ones included; NaN without a call."""
+    return sum(r.density for r in records) / len(records) if records else math.nan
+
+
+def what_ran(records: Iterable[CallRecord]) -> tuple[str, ...]:
+    """Algorithms and implementations, such as ``sol_attn: eager``, each once."""
+    return tuple(sorted({record.ran for record in records}))
+
+
+def _means(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    groups: dict[Key, list[float]] = {}
+    for key, density in pairs:
+        groups.setdefault(key, []).append(density)
+    return {key: sum(values) / len(values) for key, values in groups.items()}

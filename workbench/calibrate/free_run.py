@@ -157,7 +157,7 @@ def deliver(
     # The model walks its layers within each step.
     shape = (len(samples.videos), samples.steps, model.config.depth)
     found = torch.tensor([record.density for record in records], dtype=torch.float64)
-    calls = Counter(f"{record.algorithm}: {record.impl}" for record in records)
+    calls = Counter(record.ran for record in records)
     fallbacks = dict.fromkeys(reason for record in records for reason in record.reasons)
     return Delivery(found.reshape(shape).transpose(1, 2), setting, samples, calls, tuple(fallbacks))
 

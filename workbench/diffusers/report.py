@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from workbench.attention.log import CallCounts
+from workbench.attention.log import CallCounts, density_by_layer
 from workbench.attention.policy import CROSS
-
-if TYPE_CHECKING:
-    from workbench.diffusers.model import AttachedModel
+from workbench.diffusers.model import AttachedModel
 
 
 def report(models: Sequence[AttachedModel]) -> str:
@@ -31,7 +28,7 @@ def _model(model: AttachedModel) -> str:
 
 
 def _layers(model: AttachedModel) -> list[str]:
-    densities = _densities(model)
+    densities = density_by_layer(model.attention.records)
     lines = []
     for index, name in model.layers.items():
         counts = _without_cross(model.attention.counts(index))
@@ -44,11 +41,3 @@ def _layers(model: AttachedModel) -> list[str]:
 
 def _without_cross(counts: CallCounts) -> CallCounts:
     return replace(counts, dense={r: n for r, n in counts.dense.items() if r != CROSS})
-
-
-def _densities(model: AttachedModel) -> dict[int, float]:
-    """Mean delivered density of every layer, dense calls included."""
-    by_layer: dict[int, list[float]] = {}
-    for record in model.attention.records:
-        by_layer.setdefault(record.layer, []).append(record.density)
-    return {layer: sum(values) / len(values) for layer, values in by_layer.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.attention import SparseAttention
-from workbench.attention.log import CallRecord, density_by_step
+from workbench.attention.log import CallRecord, density_by_step, mean_density, what_ran
 from workbench.export import Deployment
 from workbench.profiles.profile import Profile
 from workbench.sample.run import Quality
@@ -39,19 +39,17 @@ class Run:
     @property
     def density(self) -> float:
         """Mean over all calls, dense ones included; NaN without a call."""
-        densities = [record.density for record in self.records]
-        return sum(densities) / len(densities) if densities else math.nan
+        return mean_density(self.records)
 
     @property
     def densities(self) -> list[float]:
         """Mean over the layers of each step."""
-        by_step = density_by_step(self.records)
-        return [by_step[step] for step in sorted(by_step, key=lambda n: n or 0)]
+        return list(density_by_step(self.records).values())
 
     @property
     def ran(self) -> str:
         """Algorithms and implementations, such as ``sol_attn: eager``."""
-        return ", ".join(sorted({f"{r.algorithm}: {r.impl}" for r in self.records}))
+        return ", ".join(what_ran(self.records))
 
     def count(self, kind: str) -> int:
         """Calls that were ``sparse``, ``dense`` (as meant) or ``ineligible``."""

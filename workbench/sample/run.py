@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from workbench.attention import SparseAttention
-from workbench.attention.log import CallCounts, CallRecord, density_by_step
+from workbench.attention.log import (
+    CallCounts,
+    CallRecord,
+    density_by_step,
+    mean_density,
+    what_ran,
+)
 from workbench.attention.phase import dense_steps
 from workbench.models import AttentionCall, AttentionFn, VideoDiT, dense_attention, sample
 from workbench.quality import WINDOW, psnr, relative_l2, ssim
@@ -55,17 +61,16 @@ class Sampled:
     @property
     def density(self) -> float:
         """Mean over all calls, dense ones included."""
-        return sum(record.density for record in self.records) / len(self.records)
+        return mean_density(self.records)
 
     def densities(self) -> list[float]:
         """Mean over the layers of each step."""
-        by_step = density_by_step(self.records)
-        return [by_step[step] for step in sorted(by_step, key=lambda n: n or 0)]
+        return list(density_by_step(self.records).values())
 
     @property
     def ran(self) -> str:
         """Algorithms and implementations that ran, such as ``sol_attn: eager``."""
-        return ", ".join(sorted({f"{r.algorithm}: {r.impl}" for r in self.records}))
+        return ", ".join(what_ran(self.records))
 
     @property
     def emulated(self) -> tuple[str, ...]:

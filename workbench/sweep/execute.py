@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from workbench.attention.log import what_ran
 from workbench.devices import choose_device
 from workbench.models import VideoDiT, load_model
 from workbench.provenance import CLOCK, environment, gpu_state, sha256_of
@@ -40,7 +41,7 @@ def run_case(case: Case) -> Outcome:
     return Outcome(
         metrics={**_metrics(row, dense.sampled), **_clock(device)},
         environment=environment(),
-        ran=tuple(sorted({f"{r.algorithm}: {r.impl}" for r in records})),
+        ran=what_ran(records),
         fallbacks=tuple(sorted({reason for r in records for reason in r.reasons})),
         emulated=row.sampled.emulated,
         flags=tuple(row.flags),
