@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: inputs, routes, error rule, graphs, planted packages."""
+"""What the tests of the adapters share: inputs, routes, error rule, planted packages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 
 from blockattn import BlockRoute
 from blockattn.impl import reference
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.gpu_checks import DEVICE, captured, syncs_are_errors
 
 
 def draw(tokens, *, heads=2, key_heads=None, keys=None, dim=128, dtype=torch.bfloat16, seed=0):
@@ -52,28 +51,11 @@ def assert_error_rule(result, problem):
     return truth
 
 
-def captured(call):
-    """The call as a CUDA graph, after a run that compiles, and the tensor that a replay writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph, out
-
-
 def assert_nothing_waits(call):
     """A run in which every host wait is an error, after one that may compile."""
     call()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_a_replay_equals_a_launch(call, tensors):
