@@ -34,7 +34,7 @@ def draw_curve(
         ax: where to draw.
         taus: ``[n]``, the setting along x.
         per_head: ``[heads, n]``, the quantity; NaN leaves a gap.
-        current: (x, y) of the point to mark, a density.
+        current: (x, y) of the point to mark.
         labels: a name for each line; shown for up to four lines.
         highlight: index of the head to draw in the accent colour.
         xlabel, ylabel: with units.
@@ -73,7 +73,7 @@ def _mark(ax: Axes, point: tuple[float, float]) -> None:
     across, up = (ax.transData + ax.transAxes.inverted()).transform(point)
     left, below = across > 0.6, up > 0.85
     ax.annotate(
-        f"{y:.3f}",
+        f"{y:#.3g}",
         (x, y),
         (-9 if left else 9, -16 if below else 8),
         textcoords="offset points",
