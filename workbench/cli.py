@@ -15,6 +15,7 @@ import typer
 
 from workbench import __version__
 from workbench.calibrate.commands import calibrate, solve
+from workbench.options import integers, three_sizes, video_size
 from workbench.profiles.commands import apply
 from workbench.sweep.commands import sweep
 
@@ -233,16 +234,16 @@ def capture(
     from workbench.models import load_model
 
     chosen = choose_device(device)
-    model, sizes = load_model(weights, device=chosen), _grid(grid)
+    model, sizes = load_model(weights, device=chosen), three_sizes("--grid", grid)
     plan = SamplingPlan(
-        layers=_integers("layers", layers),
-        at_steps=_integers("at_steps", at_steps),
+        layers=integers("--layers", layers),
+        at_steps=integers("--at-steps", at_steps),
         label=int(label) if label.isdecimal() else label,
         grid=sizes,
         steps=steps,
         seed=seed,
         guidance=guidance,
-        heads=None if heads is None else _integers("heads", heads),
+        heads=None if heads is None else integers("--heads", heads),
         query_blocks=None if query_blocks is None else spread_blocks(prod(sizes), query_blocks),
         order=order,
     )
@@ -285,15 +286,15 @@ def record(
     from workbench.profiles.record import RecordPlan, record_pipeline
 
     plan = RecordPlan(
-        layers=_integers("layers", layers),
-        at_steps=_integers("at_steps", at_steps),
+        layers=integers("--layers", layers),
+        at_steps=integers("--at-steps", at_steps),
         prompt=prompt,
         seed=seed,
-        heads=None if heads is None else _integers("heads", heads),
+        heads=None if heads is None else integers("--heads", heads),
         query_blocks=query_blocks,
         order=order,
     )
-    sizes = None if size is None else _grid(size, "size")
+    sizes = None if size is None else video_size("--size", size)
     video = pipeline(model, size=sizes, steps=steps, guidance=guidance, device=device)
     spec = plan.spec(video)
     host, on_device = recording_memory(spec, gpu=choose_device(device).type == "cuda")
@@ -389,8 +390,8 @@ def sample(
     )
     settings = SampleSettings(
         label=int(label) if label.isdecimal() else label,
-        seeds=_integers("seed", seed),
-        grid=_grid(grid),
+        seeds=integers("--seed", seed),
+        grid=three_sizes("--grid", grid),
         steps=steps,
         guidance=guidance,
         impl=impl,
@@ -424,7 +425,7 @@ def synth(
     from workbench.synthetic import SyntheticPlan, write_synthetic
 
     plan = SyntheticPlan(
-        TokenGrid(_grid(grid), order=order),
+        TokenGrid(three_sizes("--grid", grid), order=order),
         heads=heads,
         head_dim=head_dim,
         seed=seed,
@@ -517,8 +518,8 @@ def cpu(
     if json is not None:
         files.check_place(json)  # before minutes of measuring
     found = bench_.bench_cpu(
-        _integers("rows", rows),
-        grid=_grid(grid),
+        integers("--rows", rows),
+        grid=three_sizes("--grid", grid),
         repeats=repeats,
         say=lambda text: typer.echo(text, err=True),
     )
@@ -543,7 +544,7 @@ def gpu(
     """
     from workbench.bench import gpu as bench_
 
-    numbers = _integers("rows", rows)
+    numbers = integers("--rows", rows)
     done = bench_.run_and_report(numbers, json=json, figure=figure, quick=quick, command=sys.argv)
     raise typer.Exit(0 if done else 1)
 
@@ -564,22 +565,6 @@ def _say_made(made: Capture) -> None:
     pairs = ", ".join(f"({layer}, {step})" for layer, step in made.entries)
     typer.echo(f"{made.path}: wrote {made.path.stat().st_size:,} bytes, {made.title}")
     typer.echo(f"(layer, step): {pairs}; sha256 {made.checksum}")
-
-
-def _integers(name: str, text: str) -> tuple[int, ...]:
-    """`0,2,4` -> (0, 2, 4)."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"--{name.replace('_', '-')} {text}: expected integers such as 0,2,4")
-    return tuple(int(part) for part in parts)
-
-
-def _grid(text: str, name: str = "grid") -> tuple[int, int, int]:
-    """`8,16,16` -> (8, 16, 16)."""
-    axes = _integers(name, text)
-    if len(axes) != 3:
-        raise ValueError(f"--{name} {text}: expected three sizes t,h,w such as 8,16,16")
-    return axes
 
 
 def _terminal() -> bool:

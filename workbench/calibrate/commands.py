@@ -91,8 +91,9 @@ def solve(
 
     A level is tau, or log2(lambda) for skip_softmax; --span is in levels.
     """
-    from workbench.calibrate.options import Target, parse_form, parse_seeds
+    from workbench.calibrate.options import Target, parse_form
     from workbench.calibrate.session import solve_file
+    from workbench.options import integers
 
     form = parse_form(
         by, edges, schedule, span=span, at=at, dense_layers=dense_layers, cutoff=cutoff
@@ -101,7 +102,7 @@ def solve(
         calibration,
         Target.of(density=target_density, sparsity=target_sparsity, error=target_error),
         form,
-        held_out=parse_seeds("--held-out", held_out),
+        held_out=integers("--held-out", held_out),
         weights=weights,
         impl=impl,
         device=device,

@@ -8,6 +8,7 @@ from blockattn import checks
 from workbench.calibrate.samples import Samples
 from workbench.calibrate.setting import Form
 from workbench.calibrate.solve import target_density
+from workbench.options import integers, three_sizes
 from workbench.tune.settings import parse_numbers
 
 
@@ -47,25 +48,14 @@ def parse_samples(
     labels: tuple[int | str, ...], seeds: str, grid: str, *, steps: int, guidance: float
 ) -> Samples:
     """Videos of a calibration."""
-    axes = parse_seeds("--grid", grid)
-    if len(axes) != 3:
-        raise ValueError(f"--grid {grid}: expected three sizes t,h,w such as 8,16,16")
-    size = (axes[0], axes[1], axes[2])
-    return Samples(labels, parse_seeds("--seeds", seeds), size, steps, guidance)
+    size = three_sizes("--grid", grid)
+    return Samples(labels, integers("--seeds", seeds), size, steps, guidance)
 
 
 def parse_labels(text: str) -> tuple[int | str, ...]:
     """``disc,3`` -> ("disc", 3)."""
     parts = [part.strip() for part in text.split(",")]
     return tuple(int(part) if part.isdecimal() else part for part in parts)
-
-
-def parse_seeds(name: str, text: str) -> tuple[int, ...]:
-    """``0,2,4`` -> (0, 2, 4), in their order."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{name} {text}: expected integers such as 0,2,4")
-    return tuple(int(part) for part in parts)
 
 
 def parse_form(

@@ -69,7 +69,7 @@ def apply(
     Steps, keys and layers that a file counts in are those of this run. What cannot be honoured is
     an error before anything is sampled.
     """
-    from workbench.calibrate.options import parse_seeds
+    from workbench.options import integers
     from workbench.profiles.models import Choice
     from workbench.profiles.session import apply_files
 
@@ -77,7 +77,7 @@ def apply(
         Choice(model, weights, grid, size, steps, guidance, gate, impl, device),
         [profile] if other is None else [profile, other],
         prompt,
-        parse_seeds("--seeds", seeds),
+        integers("--seeds", seeds),
         format=format,
         calibration=calibration,
         check=check,

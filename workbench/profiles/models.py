@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from workbench.calibrate.options import parse_seeds
 from workbench.devices import choose_device
 from workbench.diffusers.folder import CONFIG, INDEX, open_pipeline
 from workbench.diffusers.tiny_wan import tiny_wan_pipeline
 from workbench.models import load_model
+from workbench.options import three_sizes, video_size
 from workbench.paths import BUNDLED_WEIGHTS, data_dir
 from workbench.profiles.pipeline import PipelineVideo
 from workbench.profiles.tiny import TinyVideo
@@ -92,7 +92,7 @@ class Choice:
             FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: an option does not fit.
         """
         if self.folder is not None:
-            size = None if self.size is None else _three("--size", self.size)
+            size = None if self.size is None else video_size("--size", self.size)
             made = pipeline(
                 self.folder,
                 size=size,
@@ -103,7 +103,7 @@ class Choice:
             return replace(made, gate=self.gate, impl=self.impl)
         return TinyVideo(
             load_model(self.weights, device=choose_device(self.device)),
-            grid=_three("--grid", self.grid or GRID),
+            grid=three_sizes("--grid", self.grid or GRID),
             steps=STEPS if self.steps is None else self.steps,
             guidance=1.0 if self.guidance is None else self.guidance,
             gate=self.gate,
@@ -129,10 +129,3 @@ class Choice:
             return {"weights": self.weights or data_dir() / BUNDLED_WEIGHTS}
         names = (INDEX, CONFIG, f"transformer/{CONFIG}", f"transformer_2/{CONFIG}")
         return {name: self.folder / name for name in names if (self.folder / name).is_file()}
-
-
-def _three(name: str, text: str) -> tuple[int, int, int]:
-    sizes = parse_seeds(name, text)
-    if len(sizes) != 3:
-        raise ValueError(f"{name} {text}: expected three sizes such as {GRID}")
-    return sizes[0], sizes[1], sizes[2]

@@ -1,0 +1,37 @@
+"""Texts of command line options as integers; needs no torch, which `--help` must not wait for."""
+
+from __future__ import annotations
+
+
+def integers(option: str, text: str) -> tuple[int, ...]:
+    """``0,2,4`` -> (0, 2, 4), in their order.
+
+    Args:
+        option: for the message, such as ``--layers``.
+
+    Raises:
+        ValueError: a part that is no integer from 0 on.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{option} {text}: expected integers such as 0,2,4")
+    return tuple(int(part) for part in parts)
+
+
+def three_sizes(
+    option: str, text: str, example: str = "t,h,w such as 8,16,16"
+) -> tuple[int, int, int]:
+    """``8,16,16`` -> (8, 16, 16).
+
+    Raises:
+        ValueError: another number of sizes; the example says what they are.
+    """
+    sizes = integers(option, text)
+    if len(sizes) != 3:
+        raise ValueError(f"{option} {text}: expected three sizes {example}")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def video_size(option: str, text: str) -> tuple[int, int, int]:
+    """Frames, height and width of a video in pixels, likewise."""
+    return three_sizes(option, text, "frames,height,width such as 81,480,832")
