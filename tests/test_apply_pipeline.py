@@ -324,7 +324,10 @@ def test_the_command_changes_one_path_to_run_a_checkpoint(saved: Path, tmp_path:
     [
         (("--grid", "1,1,1", "--prompt", "a"), "--grid 1,1,1: is for the small model alone"),
         ((), "--prompt is missing"),
-        (("--size", "1,2", "--prompt", "a"), "--size 1,2: expected three sizes frames,height,width"),
+        (
+            ("--size", "1,2", "--prompt", "a"),
+            "--size 1,2: expected three sizes frames,height,width",
+        ),
     ],
 )
 def test_options_of_the_other_model_are_refused(
