@@ -2,6 +2,7 @@
 
 To add a command, write one function with `@app.command()` and import what it needs inside it:
 `workbench --help` must not wait for torch. A group is a `typer.Typer()` given to `app.add_typer`.
+Where a package has commands of its own, they stand in its `commands.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workbench import __version__
+from workbench.bench.commands import bench
 from workbench.calibrate.commands import calibrate, solve
 from workbench.options import integers, three_sizes, video_size
 from workbench.profiles.commands import apply
+from workbench.sample.commands import sample
 from workbench.sweep.commands import sweep
+from workbench.tune.commands import order, tune
 
 if TYPE_CHECKING:
     from workbench.capture import Capture
@@ -117,68 +121,7 @@ def serve(
     serve_.serve(serve_.voila_argv(port=port, browser=browser), wanted)
 
 
-@app.command()
-def tune(
-    capture: Annotated[
-        Path | None, typer.Argument(help="A capture (.safetensors); the bundled one by default.")
-    ] = None,
-    algorithm: Annotated[str, typer.Option(help="sol_attn or skip_softmax.")] = "sol_attn",
-    taus: Annotated[
-        str | None, typer.Option(help="sol_attn: low:high:count or a list. [default: 0:3:9]")
-    ] = None,
-    thresholds: Annotated[
-        str | None,
-        typer.Option(help="skip_softmax: lambda in (0, 1], likewise. [default: from the capture]"),
-    ] = None,
-    thresh_type: Annotated[
-        str | None, typer.Option(help="sol_attn: diag or exact. [default: diag]")
-    ] = None,
-    sink_tokens: Annotated[
-        int, typer.Option(help="sol_attn: last tokens that are always exact.")
-    ] = 0,
-    target_density: Annotated[
-        float | None, typer.Option(help="Choose the value with this mean density.")
-    ] = None,
-    target_error: Annotated[
-        float | None, typer.Option(help="Choose the sparsest value with at most this mean error.")
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Layers of the capture, such as 0,2-4.")
-    ] = None,
-    steps: Annotated[str | None, typer.Option(help="Steps of the capture, such as 4,12.")] = None,
-    dense_layers: Annotated[
-        str | None, typer.Option(help="sol_attn: layers that the server keeps dense.")
-    ] = None,
-    disabled_until_timestep: Annotated[
-        float | None, typer.Option(help="The server is dense at or above this denoising time.")
-    ] = None,
-    impl: Annotated[str, typer.Option(help="Implementation; auto takes the fastest.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    repeats: Annotated[int, typer.Option(help="Timings of each setting; 0 takes no time.")] = 3,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder to make. [default: runs/TIME-ALGORITHM]")
-    ] = None,
-) -> None:
-    """Density, true error and time of each setting on a capture; choose one and export it."""
-    from workbench.tune.session import tune_capture
-    from workbench.tune.settings import TuneSettings, knob_values, parse_numbers
-
-    settings = TuneSettings(
-        algorithm=algorithm,
-        values=knob_values(algorithm, taus, thresholds),
-        thresh_type=thresh_type,
-        sink_tokens=sink_tokens,
-        target_density=target_density,
-        target_error=target_error,
-        layers=parse_numbers("--layers", layers),
-        steps=parse_numbers("--steps", steps),
-        dense_layers=parse_numbers("--dense-layers", dense_layers),
-        disabled_until_timestep=disabled_until_timestep,
-        impl=impl,
-        device=device,
-        repeats=repeats,
-    )
-    tune_capture(capture, settings, out=out)
+app.command()(tune)
 
 
 @app.command(
@@ -305,107 +248,10 @@ def record(
         _say_made(record_pipeline(video, plan, spec, out, **limits))
 
 
-@app.command()
-def order(
-    capture: Annotated[
-        Path | None, typer.Argument(help="A capture (.safetensors); the bundled one by default.")
-    ] = None,
-    taus: Annotated[str, typer.Option(help="low:high:count or a list.")] = "0:2:5",
-    orders: Annotated[str, typer.Option(help="Of raster, tile, morton.")] = "raster,tile,morton",
-    impl: Annotated[str, typer.Option(help="Implementation; auto takes the fastest.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also draw it, as PNG.")] = None,
-) -> None:
-    """Show what the order of the tokens does to Sol-Attn's density and error at equal tau."""
-    from workbench.tune.orders import show_orders
-    from workbench.tune.settings import parse_values
-
-    names = [name.strip() for name in orders.split(",")]
-    show_orders(capture, parse_values("--taus", taus), names, device=device, impl=impl, out=out)
+app.command()(order)
 
 
-@app.command()
-def sample(
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(help="A configuration in VisualGen's schema; may be given several times."),
-    ] = None,
-    algorithm: Annotated[
-        str | None,
-        typer.Option(help="dense, sol_attn, skip_softmax, vsa or quant. [default: all of them]"),
-    ] = None,
-    tau: Annotated[float | None, typer.Option(help="sol_attn. [default: 1]")] = None,
-    threshold_scale_factor: Annotated[
-        float | None, typer.Option(help="skip_softmax: lambda * Sk. [default: 400]")
-    ] = None,
-    sparsity: Annotated[
-        float | None, typer.Option(help="vsa: share of cubes dropped. [default: 0.875]")
-    ] = None,
-    qk_dtype: Annotated[
-        str | None,
-        typer.Option(help="mxfp8, nvfp4 or bf16, over FP8 values; also joins skip_softmax."),
-    ] = None,
-    cutoff: Annotated[
-        float | None, typer.Option(help="Dense while the denoising time is at or above it.")
-    ] = None,
-    dense_layers: Annotated[
-        str | None, typer.Option(help="sol_attn: layers that stay dense, such as 0,2-4.")
-    ] = None,
-    label: Annotated[str, typer.Option(help="Class of the video, name or index.")] = "disc",
-    seed: Annotated[str, typer.Option(help="Seed of the noise; several such as 0,1,2.")] = "4",
-    steps: Annotated[int, typer.Option(help="Steps of the sampler.")] = 8,
-    grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,16,16",
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 = none.")] = 1.0,
-    weights: Annotated[
-        Path | None, typer.Option(help="Weights of the model; the bundled ones by default.")
-    ] = None,
-    vsa_weights: Annotated[
-        Path | None, typer.Option(help="Weights fine-tuned with VSA. [default: bundled, if any]")
-    ] = None,
-    impl: Annotated[str, typer.Option(help="Implementation of sparse calls.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of the model: float32 or bfloat16.")] = "float32",
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder to make. [default: runs/TIME-sample]")
-    ] = None,
-) -> None:
-    """Sample one video with every mechanism and compare it with dense, and dense with itself.
-
-    All runs start from the same noise. A second exact implementation of dense attention is always
-    among them: what it differs from the first is rounding, the floor under every verdict.
-    """
-    from workbench.sample.session import sample_variants
-    from workbench.sample.settings import SampleSettings
-    from workbench.sample.variants import Knobs
-    from workbench.tune.settings import parse_numbers
-
-    knobs = Knobs(
-        algorithm=algorithm,
-        tau=tau,
-        threshold_scale_factor=threshold_scale_factor,
-        sparsity=sparsity,
-        qk_dtype=qk_dtype,
-        cutoff=cutoff,
-        dense_layers=parse_numbers("--dense-layers", dense_layers),
-    )
-    settings = SampleSettings(
-        label=int(label) if label.isdecimal() else label,
-        seeds=integers("--seed", seed),
-        grid=three_sizes("--grid", grid),
-        steps=steps,
-        guidance=guidance,
-        impl=impl,
-    )
-    sample_variants(
-        knobs,
-        settings,
-        configs=config or (),
-        weights=weights,
-        vsa_weights=vsa_weights,
-        device=device,
-        dtype=dtype,
-        out=out,
-    )
+app.command()(sample)
 
 
 @app.command()
@@ -500,65 +346,7 @@ app.add_typer(sweep, name="sweep")
 app.command()(calibrate)
 app.command()(solve)
 app.command()(apply)
-bench = typer.Typer(help="Measure what the project claims about speed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-
-@bench.command()
-def cpu(
-    rows: Annotated[str, typer.Option(help="Rows of the table of targets.")] = "10,11,12,15",
-    grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,32,32",
-    repeats: Annotated[int, typer.Option(help="Interleaved repeats behind each median.")] = 9,
-    json: Annotated[Path | None, typer.Option(help="Also write the report here.")] = None,
-) -> None:
-    """Measure the rows of the table of targets that a CPU can show; checks the results first."""
-    from workbench.bench import cpu as bench_
-    from workbench.bench import files
-
-    if json is not None:
-        files.check_place(json)  # before minutes of measuring
-    found = bench_.bench_cpu(
-        integers("--rows", rows),
-        grid=three_sizes("--grid", grid),
-        repeats=repeats,
-        say=lambda text: typer.echo(text, err=True),
-    )
-    made = bench_.report(found, sys.argv)
-    bench_.show(found, made)
-    if json is not None:
-        files.save(made, json)
-
-
-@bench.command()
-def gpu(
-    rows: Annotated[str, typer.Option(help="Rows of the targets.")] = "1,2,3,4,5,6,7,8,9,14",
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the report here, after every group of rows.")
-    ] = None,
-    figure: Annotated[Path | None, typer.Option(help="Also draw the report here.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, a few repeats.")] = False,
-) -> None:
-    """Measure the rows that need a GPU, beside other libraries; checks the results first.
-
-    Exit status 1 when a row failed or differs from the reference.
-    """
-    from workbench.bench import gpu as bench_
-
-    numbers = integers("--rows", rows)
-    done = bench_.run_and_report(numbers, json=json, figure=figure, quick=quick, command=sys.argv)
-    raise typer.Exit(0 if done else 1)
-
-
-@bench.command()
-def draw(
-    report: Annotated[Path, typer.Argument(help="What bench gpu --json wrote.")],
-    figure: Annotated[Path, typer.Argument(help="The picture (.png, .svg or .pdf).")],
-) -> None:
-    """Draw a report of bench gpu; needs no GPU."""
-    from workbench.bench.figure import draw_report
-    from workbench.bench.files import load
-
-    typer.echo(f"{draw_report(load(report), figure)}: drawn")
 
 
 def _say_made(made: Capture) -> None:
