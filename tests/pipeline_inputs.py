@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.attach_inputs import CASES
-from workbench.diffusers.tiny_wan import tiny_wan_pipeline
+from workbench.diffusers.wan import tiny_wan_pipeline
 
 WORDS = {"<pad>": 0, "<unk>": 1, "red": 2, "ball": 3}
 PARTS: Any = diffusers  # its classes are loaded late, where no type checker sees them

@@ -28,7 +28,7 @@ from workbench.config import SkipSoftmaxConfig, SolAttnConfig, VideoSparseAttent
 from workbench.diffusers import attach, package
 from workbench.diffusers.folder import open_pipeline
 from workbench.diffusers.package import diffusers_package
-from workbench.diffusers.tiny_wan import tiny_wan, tiny_wan_pipeline, wan_pipeline
+from workbench.diffusers.wan import tiny_wan, tiny_wan_pipeline, wan_pipeline
 from workbench.export import export_config
 from workbench.paths import notebooks_dir
 from workbench.profiles.compare import compare

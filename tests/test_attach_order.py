@@ -17,7 +17,7 @@ from tests.attach_inputs import CASES, GRID, SOL, TEXT, VIDEO, WIDTH, Case
 from workbench.capture import CaptureSpec, Selection, open_capture
 from workbench.capture.recorder import Recorder
 from workbench.diffusers.order import token_order
-from workbench.diffusers.tiny_wan import BOUNDARY, tiny_wan, wan_pipeline
+from workbench.diffusers.wan import BOUNDARY, tiny_wan, wan_pipeline
 from workbench.models import AttentionCall
 from workbench.rows import probe_rows
 

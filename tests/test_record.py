@@ -13,7 +13,7 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 from blockattn import TokenGrid
 from workbench import cli
 from workbench.capture import open_capture
-from workbench.diffusers.tiny_wan import tiny_wan
+from workbench.diffusers.wan import tiny_wan
 from workbench.profiles.models import pipeline
 from workbench.profiles.pipeline import PipelineVideo
 from workbench.profiles.record import RecordPlan, record_pipeline

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from workbench.diffusers.package import diffusers_package, dtype_argument
-from workbench.diffusers.tiny_wan import wan_pipeline
+from workbench.diffusers.wan import wan_pipeline
 
 INDEX, CONFIG = "model_index.json", "config.json"
 

@@ -10,7 +10,7 @@ import torch
 
 from workbench.devices import choose_device
 from workbench.diffusers.folder import CONFIG, INDEX, open_pipeline
-from workbench.diffusers.tiny_wan import tiny_wan_pipeline
+from workbench.diffusers.wan import tiny_wan_pipeline
 from workbench.models import load_model
 from workbench.options import three_sizes, video_size
 from workbench.paths import BUNDLED_WEIGHTS, data_dir
