@@ -30,14 +30,11 @@ SEEDS = [0, 1, 2]
 RECORD = {"layers": 3, "steps": 2, "heads": 4}  # how many to record, evenly spread
 LIMIT = 4 * 2**30  # bytes that the capture may take
 TARGET_DENSITY = 0.4
-OUT = None  # folder for the files; None is a temporary one
+OUT = None  # every run makes a folder of its own in it; None is a temporary one
 
 # %%
-import tempfile
-from pathlib import Path
-
 import workbench
-from workbench import views
+from workbench import parameters, views
 from workbench.capture import open_capture
 from workbench.capture.recorder import Recorder
 from workbench.config import AttentionConfig, SolAttnConfig, VisualGenConfig
@@ -52,7 +49,7 @@ from workbench.profiles.verdict import verdict
 from workbench.tune.run import run
 from workbench.tune.settings import TuneSettings
 
-folder = Path(OUT or tempfile.mkdtemp())
+folder = parameters.new_folder(OUT)
 model = pipeline(MODEL, size=SIZE, steps=STEPS, guidance=GUIDANCE, device=DEVICE)
 print(model.title)
 
