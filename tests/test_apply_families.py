@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,9 +16,10 @@ from tests.test_apply import config
 from workbench.config import AttentionConfig, SkipSoftmaxConfig, VideoSparseAttentionConfig
 from workbench.diffusers import attach
 from workbench.export import export_config
+from workbench.models import AttentionCall
 from workbench.profiles.pipeline import PipelineVideo
 from workbench.profiles.profile import Profile, read_text
-from workbench.profiles.record import spread_plan
+from workbench.profiles.record import RecordPlan, record_pipeline, spread_plan
 
 STEPS, PROMPT = 3, "red ball"
 
@@ -77,9 +80,26 @@ def test_vsa_is_refused_where_text_attends_with_the_video(model: PipelineVideo):
         model.policies(vsa)
 
 
-def test_a_capture_of_the_first_call_is_as_large_as_the_call(model: PipelineVideo):
+def test_a_capture_of_a_call_with_the_text_is_as_large_as_the_call(model: PipelineVideo):
     shapes = []
     plan = spread_plan(model, layers=1, steps=1, heads=9, prompt=PROMPT)
     with attach(model.pipe, None, observe=lambda q, k, v, call: shapes.append(q.shape)):
         model.run(PROMPT, 0)
-    assert tuple(shapes[0][1:]) == plan.spec(model).call_shape("q")[1:]
+    assert tuple(shapes[-1][1:]) == plan.spec(model).call_shape("q")[1:]
+
+
+def test_the_calls_with_the_text_are_recorded_also_where_guidance_is_in_one_batch(model, tmp_path):
+    """Mochi attends to the samples of a batch one by one, and to those without the text first."""
+    plan = RecordPlan((0,), (0,), "red ball red ball")
+    guided = replace(model, guidance=3.0)
+    seen: list[torch.Tensor] = []
+
+    def observe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> None:
+        if (call.layer, call.step) == (0, 0):
+            seen.append(k.clone())
+
+    with attach(guided.pipe, None, observe=observe):
+        guided.run(plan.prompt, plan.seed)
+    capture = record_pipeline(guided, plan, plan.spec(guided), tmp_path / "a")
+    with_text = seen[0 if model.name == "wan" else -1]  # Wan calls its model twice, with it first
+    assert torch.equal(capture.load(0, 0).k, with_text[-1:].to(torch.bfloat16))

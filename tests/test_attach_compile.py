@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 
@@ -16,6 +17,7 @@ pytest.importorskip("diffusers", reason="needs diffusers: pip install 'diffusers
 import workbench
 from tests.attach_inputs import CASES, CUTOFF
 from workbench.config import SolAttnConfig
+from workbench.models import AttentionCall
 
 WAN, HUNYUAN = CASES[:2]
 MOCHI = CASES[-1]
@@ -111,6 +113,20 @@ def test_a_model_compiled_after_it_was_attached_needs_the_time_by_hand():
                 WAN.run(run, time=time)
     assert attached.counts().dense["dense phase"] == 1
     assert (attached.counts().sparse, attached.counts().missing_time) == (1, 0)
+
+
+@pytest.mark.parametrize("how", [in_place, by_block], ids=lambda x: x.__name__)
+def test_who_observes_a_compiled_model_gets_step_and_time(how: Callable[..., Any]):
+    seen: list[tuple[int, int | None, float | None]] = []
+    run = how(WAN.model())
+
+    def observe(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
+        seen.append((call.layer, call.step, call.time))
+
+    with workbench.attach(run, None, observe=observe):
+        WAN.run(run, time=0.75)
+        WAN.run(run, time=0.25)
+    assert seen == [(0, 0, 0.75), (1, 0, 0.75), (0, 1, 0.25), (1, 1, 0.25)]
 
 
 def test_a_model_compiled_in_place_is_restored():

@@ -87,6 +87,8 @@ class Recorder:
 
     def observe(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
         """Records the call if it is one of those to keep; for `workbench.attach(..., observe=)`."""
+        if call.half not in (None, self.conditional):
+            return
         if call.step is not None and (call.layer, call.step) in self._missing:
             self._record(q, k, v, call.step, call)
 

@@ -7,6 +7,7 @@ those of the actual call: also with a shifted schedule, per-token times, and wit
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,6 +82,8 @@ class Forward:
         self.step: int | None = None
         self.time: float | None = None
         self.text_lengths: tuple[int, ...] | None = None
+        self.batch = 0
+        self.attended: Counter[int] = Counter()  # samples so far, by layer; counted if observed
         self.order = "raster"  # of the video tokens in the blocks, see workbench.diffusers.order
         self._config = model.config
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
@@ -105,6 +108,8 @@ class Forward:
                 self.attention.begin_step(None)
             return
         self.text_lengths = self._read_text(given)
+        self.batch = len(given["hidden_states"])
+        self.attended.clear()
         if not self._by_hand:
             self._publish(given.get("timestep"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -78,6 +78,8 @@ class Layer:
     ) -> None:
         self.index, self.attention, self.forward = index, attention, forward
         self.observe = observe
+        # Outside of graphs, which know neither step nor time.
+        self._show: Any = torch.compiler.disable(self._show_all)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, own: OwnAttention) -> Tensor:
         """Attention of a self-attention call: q, k, v and output [B, T, H, D]."""
@@ -101,8 +103,7 @@ class Layer:
             for piece in pieces
         ]
         if self.observe is not None:
-            for part in parts:
-                self.observe(*part)
+            self._show(parts)
         if self.attention.goes_dense(q, k, v, whole):
             return self.attention(q, k, v, whole)
         if pieces == [Piece(slice(None), q.shape[1])]:
@@ -111,6 +112,22 @@ class Layer:
         for piece, part in zip(pieces, parts):
             out[piece.samples, : piece.tokens] = self.attention(*part)
         return out
+
+    def _show_all(self, parts: Sequence[tuple[Tensor, Tensor, Tensor, ModelCall]]) -> None:
+        """To whoever observes."""
+        now = self.forward
+        for q, k, v, call in parts:
+            known = replace(call, step=now.step, time=now.time, half=self._half(len(q)))
+            if self.observe is not None:
+                self.observe(q, k, v, known)
+
+    def _half(self, rows: int) -> str | None:
+        """Which half of the batch the next samples of this layer are; Mochi takes one by one."""
+        start, half = self.forward.attended[self.index], self.forward.batch // 2
+        end = self.forward.attended[self.index] = start + rows
+        if end <= half:
+            return "first"
+        return "last" if half and start >= self.forward.batch - half else None
 
     def _call(self, tokens: int, own: OwnAttention) -> ModelCall:
         """Where the call comes from. Graphs do not depend on step and time: the policy has them."""

@@ -38,6 +38,8 @@ class AttentionCall:
     # Text tokens before and after those of the grid, in models where text and video attend jointly.
     prefix: int = 0
     suffix: int = 0
+    # Of a guidance batch that is not attended in one call, which half q, k, v are: first or last.
+    half: str | None = None
 
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionCall], Tensor]

@@ -105,17 +105,18 @@ class PipelineVideo:
 
     @cached_property
     def seen(self) -> Seen:
-        """The first attention call of a sampling, without a text."""
+        """The first attention call of a sampling, with an empty text."""
         return self.look("")
 
     def look(self, prompt: str) -> Seen:
-        """The first attention call of a sampling, at which it is stopped."""
+        """The first attention call of a sampling that sees the text; it is stopped there."""
         found: list[tuple[Tensor, AttentionCall]] = []
 
         def look(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
             del k, v
-            found.append((q, call))
-            raise _Enough
+            if call.half != "first":  # of a guidance batch these pipelines put the text last
+                found.append((q, call))
+                raise _Enough
 
         with attach(self.pipe, None, observe=look) as attached:
             falling = attached.models[0].family.falling
