@@ -160,6 +160,18 @@ def test_the_adaptive_walk_drops_the_planted_tiles_and_no_other(tile, places):
     assert result.skipped == truth.skipped
 
 
+def test_a_causal_vote_within_a_route_marks_no_tile_of_the_future():
+    q, k, v = make_inputs(600, heads=1)
+    k = k * torch.linspace(3, 0.3, 600, device=DEVICE)[:, None, None].to(DTYPE)
+    settings = {"skip_threshold": 0.2, "skip_tile": (64, 64), "causal": True}
+    problem = make_problem(
+        q, k, v, route=random_route(q, k, density=0.7), want_trace=True, **settings
+    )
+    result, truth = assert_follows_reference(problem)
+    assert truth.skipped.density() > 0
+    assert result.skipped == truth.skipped
+
+
 @NEEDS_SHARED_MEMORY
 @pytest.mark.parametrize("case", ["route", "causal", "zero", "above one", "shorter than a chunk"])
 def test_the_adaptive_walk_drops_what_the_branching_one_drops(case):

@@ -123,6 +123,13 @@ class Problem:
         """Dense attention over every key: no route, no skip vote, no padded blocks."""
         return self.algorithm == "dense" and self.block_lengths is None
 
+    @cached_property
+    def visited(self) -> BlockRoute | None:
+        """The route without blocks that lie wholly in a causal call's future."""
+        if self.route is None or not self.causal:
+            return self.route
+        return self.route & self.reachable(self.route.block)
+
     def reachable(self, block: tuple[int, int]) -> BlockRoute:
         """Valid block pairs: all, or those on and below the diagonal when causal."""
         make = BlockRoute.causal if self.causal else BlockRoute.full

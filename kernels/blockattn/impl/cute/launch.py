@@ -14,6 +14,7 @@ from torch import Tensor
 from blockattn.impl.cute import ARCH, cache
 from blockattn.impl.cute.lists import shared_lists
 from blockattn.impl.cute.variant import Variant, variant_of
+from blockattn.impl.masks import without_invalid
 from blockattn.impl.triton.words import map_words
 from blockattn.layout import num_blocks
 from blockattn.problem import Problem, Result
@@ -42,6 +43,7 @@ def run(problem: Problem, lists: tuple[Tensor, Tensor] | None = None) -> Result:
     skipped = None
     if dropped is not None and problem.want_trace:
         skipped = BlockRoute(map_words(dropped), problem.skip_tile, problem.seqlens)
+        skipped = without_invalid(skipped, problem)
     return Result(out, lse, skipped, loaded=None if load is None else str(load))
 
 
@@ -86,7 +88,7 @@ def route_lists(problem: Problem) -> tuple[Tensor, Tensor]:
     What both attend comes first and is fetched once, except under a skip vote, whose tiles are
     visited in ascending order.
     """
-    route = problem.route
+    route = problem.visited
     if route is None:
         raise ValueError("problem: has no route, so that there are no lists to make")
     together = problem.skip_threshold is None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blockattn.impl.masks import without_invalid
 from blockattn.impl.triton import attention as kernels
 from blockattn.impl.triton.lists import row_lists
 from blockattn.impl.triton.words import map_words
@@ -108,8 +109,8 @@ def run(problem: Problem, config: Config | None = None) -> Result:
         _launch(problem, config, out, lse, dropped)
     if dropped is None or not problem.want_trace:
         return Result(out, lse)
-    words = map_words(dropped)
-    return Result(out, lse, BlockRoute(words, (config.rows, config.columns), problem.seqlens))
+    skipped = BlockRoute(map_words(dropped), (config.rows, config.columns), problem.seqlens)
+    return Result(out, lse, without_invalid(skipped, problem))
 
 
 def split_count(problem: Problem, tiles: int) -> int:
@@ -139,7 +140,7 @@ def _launch(
         skip=problem.skip_threshold is not None,
         plain=problem.plain and not problem.causal,
     )
-    route, tail, none = problem.route, problem.tail, problem.q
+    route, tail, none = problem.visited, problem.tail, problem.q
     index, count = none, none
     if route is not None:
         index, count = problem.lists or row_lists(route.words, route.grid[1])

@@ -186,7 +186,7 @@ def _launch(
             query, query_form = decoded(operands.q, wide(operands)), "plain"
         query_tma = False
     tiles = num_blocks(queries, config.rows)
-    route, none = problem.route, out
+    route, none = problem.visited, out
     index, count = (none, none) if route is None else problem.lists or route.lists()
     scale, scale_ptr = launch._scale(problem.scale, none)
     scale_output, scale_output_ptr = launch._scale(problem.scale_output, none)
