@@ -152,7 +152,7 @@ def compile_quantisers(
         "mxfp8": (quantise._mxfp8, _scale_shape(head_dim, 32), quantise.MXFP8_OPTIONS),
         "nvfp4": (
             quantise._nvfp4,
-            _scale_shape(head_dim, 16) | {"ROWS": quantise.NVFP4_ROWS},
+            _scale_shape(head_dim, 16),
             quantise.NVFP4_OPTIONS,
         ),
     }
