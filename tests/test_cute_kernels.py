@@ -195,6 +195,21 @@ def test_a_skip_vote_within_a_route_agrees_with_the_reference(with_tail, causal)
     assert result.skipped == truth.skipped
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_padded_block_without_a_key_counts_as_no_dropped_tile(routed):
+    q, k, v = gaussian(330)
+    k = k * torch.linspace(3, 0.3, 330, device=DEVICE)[:, None, None].to(k.dtype)
+    lengths = torch.tensor([64, 10, 0, 33, 64, 0], dtype=torch.int32, device=DEVICE)
+    problem = make_problem(
+        q, k, v, route=random_route(q, k, 0.8) if routed else None, block_lengths=lengths,
+        skip_threshold=0.2, skip_tile=(64, 64), want_trace=True,
+    )  # fmt: skip
+    result, truth = assert_follows_reference(problem)
+    assert truth.skipped is not None
+    assert truth.skipped.density() > 0
+    assert result.skipped == truth.skipped
+
+
 PLACES: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda n: n < 0,
     "in turn": lambda n: n % 2 == 1,

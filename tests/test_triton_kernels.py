@@ -172,6 +172,20 @@ def test_a_causal_vote_within_a_route_marks_no_tile_of_the_future():
     assert result.skipped == truth.skipped
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_padded_block_without_a_key_counts_as_no_dropped_tile(routed):
+    q, k, v = make_inputs(330)
+    k = k * torch.linspace(3, 0.3, 330, device=DEVICE)[:, None, None].to(DTYPE)
+    lengths = torch.tensor([64, 10, 0, 33, 64, 0], dtype=torch.int32, device=DEVICE)
+    problem = make_problem(
+        q, k, v, route=random_route(q, k, density=0.8) if routed else None, block_lengths=lengths,
+        skip_threshold=0.2, skip_tile=(64, 64), want_trace=True,
+    )  # fmt: skip
+    result, truth = assert_follows_reference(problem)
+    assert truth.skipped.density() > 0
+    assert result.skipped == truth.skipped
+
+
 @NEEDS_SHARED_MEMORY
 @pytest.mark.parametrize("case", ["route", "causal", "zero", "above one", "shorter than a chunk"])
 def test_the_adaptive_walk_drops_what_the_branching_one_drops(case):

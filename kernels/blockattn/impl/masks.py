@@ -7,6 +7,7 @@ from torch import Tensor
 
 from blockattn.layout import num_blocks
 from blockattn.problem import Problem
+from blockattn.route import BlockRoute
 
 
 def unit_block(problem: Problem) -> tuple[int, int]:
@@ -41,6 +42,20 @@ def valid_blocks(problem: Problem) -> Tensor:
     if problem.route is not None:
         return problem.route.dense() & pairs
     return pairs.expand(*problem.heads_shape, *pairs.shape)
+
+
+def without_invalid(skipped: BlockRoute, problem: Problem) -> BlockRoute:
+    """A map of dropped tiles less those without a valid key, which have nothing to be dropped.
+
+    A kernel that masks padding finds -inf alone there, as it does far below the threshold. Tiles
+    in the future of a causal call it never visits.
+    """
+    if problem.block_lengths is None:
+        return skipped
+    valid = BlockRoute.from_dense(
+        valid_blocks(problem), block=skipped.block, seqlens=skipped.seqlens
+    )
+    return skipped & valid
 
 
 def any_of_tiles(pairs: Tensor, rows: int, columns: int) -> Tensor:
