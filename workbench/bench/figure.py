@@ -70,7 +70,7 @@ def _better(row: Mapping[str, Any], value: float, must: float) -> float:
 
 def _targets(ax: Axes, report: Report) -> None:
     names, values, aims, texts = [], [], [], []
-    for number, row in report["rows"].items():
+    for number, row in sorted(report["rows"].items(), key=lambda item: int(item[0])):
         if "failed" in row:
             names.append(f"{number} {row['short']}")
             values.append(math.nan)

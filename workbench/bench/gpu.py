@@ -75,7 +75,7 @@ def bench_gpu(
         if asked:
             bench.say(f"measuring row {', '.join(map(str, sorted(asked)))}")
             report["rows"].update(_measured(_right(run, checks, asked), measure, asked))
-            report["rows"] = dict(sorted(report["rows"].items()))
+            report["rows"] = dict(sorted(report["rows"].items(), key=lambda item: int(item[0])))
             report["absent"] = dict(run.absent)
             keep(report)
     return report
