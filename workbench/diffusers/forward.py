@@ -117,19 +117,25 @@ class Forward:
         """Publishes a time by hand, normalised, until `None` gives it back to the hook."""
         self._by_hand = time is not None
         self.attention.begin_step(time)
-        self._note(time)
+        self._note(time, time)
 
     def _publish(self, timestep: float | Tensor | None) -> None:
-        time = None if timestep is None else timestep / self.train_timesteps
-        if time is not None and not self.family.falling:
-            time = 1 - time
+        time = fine = self._normalised(timestep)
+        if isinstance(timestep, Tensor) and timestep.dtype in (torch.bfloat16, torch.float16):
+            fine = self._normalised(timestep.float())  # 1 - t in half precision merges steps
         self.attention.begin_step(time)
-        self._note(time)
+        self._note(time, fine)
 
-    def _note(self, time: float | Tensor | None) -> None:
+    def _normalised(self, timestep: float | Tensor | None) -> float | Tensor | None:
+        time = None if timestep is None else timestep / self.train_timesteps
+        return time if time is None or self.family.falling else 1 - time
+
+    def _note(self, time: float | Tensor | None, fine: float | Tensor | None) -> None:
+        """Time as the policy has it; steps are told apart by the finer one."""
         moment = step_time(time, name="timestep") if self._watched else None
+        finer = moment if moment is None or fine is time else step_time(fine, name="timestep")
         self.time = None if moment is None else moment.value
-        self.step = None if self.time is None else self.clock.tick(self.time)
+        self.step = None if finer is None else self.clock.tick(finer.value)
 
     def _read_text(self, given: Mapping[str, Any]) -> tuple[int, ...] | None:
         mask = given.get(self.family.text_mask) if self.family.text_mask else None
