@@ -221,6 +221,14 @@ def test_each_transformer_may_have_a_configuration_of_its_own():
         workbench.attach(pipe, {"transformer": None})
 
 
+def test_two_transformers_that_are_one_module_are_refused():
+    """The second would take the place of the first, whose configuration would do nothing."""
+    pipe = wan_pipeline(unipc())
+    pipe.transformer_2 = pipe.transformer
+    with pytest.raises(ValueError, match="transformer and transformer_2 are one module"):
+        workbench.attach(pipe, {"transformer": LATE, "transformer_2": None})
+
+
 def test_the_scheduler_says_how_long_the_time_is():
     pipe = wan_pipeline(unipc(num_train_timesteps=500), two=False)
     with workbench.attach(pipe, LATE, record=True) as attached:

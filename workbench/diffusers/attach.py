@@ -22,7 +22,7 @@ from workbench.attention.log import CallCounts, CallRecord
 from workbench.attention.lowering import AnyConfig
 from workbench.diffusers.forward import Clock
 from workbench.diffusers.layer import Observe
-from workbench.diffusers.model import AttachedModel
+from workbench.diffusers.model import AttachedModel, plain
 from workbench.diffusers.report import report
 
 TRAIN_TIMESTEPS = 1000  # of every scheduler of these families, unless the pipeline's says otherwise
@@ -62,7 +62,8 @@ def attach(
 
     Raises:
         TypeError: no such model, or an option that does not exist.
-        ValueError: a setting that is not allowed or does nothing, such as a layer too many.
+        ValueError: a setting that is not allowed or does nothing, such as a layer too many, or two
+            transformers that are one module.
         UnsupportedError: ring attention, VSA among text tokens, or no layer that can be attached.
         RuntimeError: the model is attached already.
     """
@@ -174,6 +175,11 @@ def _transformers(model: Any) -> dict[str, nn.Module]:
         raise TypeError(
             f"model: {type(model).__name__} is no torch module and has no transformer; expected a "
             "video transformer of diffusers or a pipeline"
+        )
+    if len({id(plain(part)) for part in found.values()}) < len(found):
+        raise ValueError(
+            f"model: {' and '.join(found)} are one module, which cannot have a configuration for "
+            "each; set transformer_2 to None, or give each its own module"
         )
     return found
 
