@@ -99,6 +99,9 @@ def small_capture(path: Path) -> str:
         ("08_your_own_capture", {"GRID": [1, 8, 8]}),
         ("08_your_own_capture", {"KEEP": [[9, 0]]}),
         ("08_your_own_capture", {"ROUNDS": 0}),
+        ("10_your_own_model", {"TARGET_DENSITY": 1}),
+        ("10_your_own_model", {"PROMPTS": []}),
+        ("10_your_own_model", {"SEEDS": [0, 0]}),
     ],
 )
 def test_a_notebook_names_the_parameter_that_it_cannot_serve(name: str, given: dict[str, Any]):

@@ -37,6 +37,16 @@ def between(name: str, value: object, low: float, high: float) -> float:
     return number
 
 
+def distinct(name: str, values: Sequence[object]) -> None:
+    """At least one value, and none twice.
+
+    Raises:
+        ValueError: they are not; the message names the parameter.
+    """
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{name}={values!r}: must be at least one, without repeats")
+
+
 def blocks(name: str, value: object, tokens: int) -> int:
     """Blocks of a sequence that is long enough to be sparse.
 

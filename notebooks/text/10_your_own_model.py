@@ -49,6 +49,9 @@ from workbench.profiles.verdict import verdict
 from workbench.tune.run import run
 from workbench.tune.settings import TuneSettings
 
+parameters.between("TARGET_DENSITY", TARGET_DENSITY, 0, 1)
+parameters.distinct("PROMPTS", PROMPTS)
+parameters.distinct("SEEDS", SEEDS)
 folder = parameters.new_folder(OUT)
 model = pipeline(MODEL, size=SIZE, steps=STEPS, guidance=GUIDANCE, device=DEVICE)
 print(model.title)
