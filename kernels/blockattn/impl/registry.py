@@ -89,8 +89,8 @@ def _order(problem: Problem) -> tuple[Implementation, ...]:
 # Multiplications and additions of a call over its full range from which on a library is ahead, on
 # an H200 (docs/log.md): below, its time on the host shows, about 0.15 ms (flash) and 0.4 ms (cudnn)
 # a call. What a route leaves of the range is on the device and not read.
-FLASH_FROM = 1e11  # of a dense call: T = 4,096 with 24 heads of 128
-CUDNN_FROM = 3e12  # of a block mask: T = 16,384
+FLASH_FROM = 1e11  # dense or causal: a causal call of T = 4,096 with 24 heads of 128 is ahead
+CUDNN_FROM = 3e12  # of a block mask, counted as dense: T = 16,384 with such heads
 CUDNN_PADDED_FROM = 1e13  # of one with padded blocks: T = 32,768
 
 
