@@ -73,7 +73,8 @@ def _around(path: Path, dtype: torch.dtype) -> Any:
     if place is None:
         raise FileNotFoundError(
             f"model={str(path)!r}: neither {INDEX} nor {CONFIG} nor transformer/{CONFIG} is there; "
-            "give the folder of a diffusers pipeline or transformer"
+            "give the folder of a diffusers pipeline or transformer (Wan's own release has another "
+            "form; take the repository that ends in -Diffusers)"
         )
     kind = _json(place / CONFIG).get("_class_name")
     if kind != "WanTransformer3DModel":
