@@ -112,7 +112,7 @@ def test_sol_weakness_12_offsets_of_two_billion_elements_do_not_wrap(
     near = x.contiguous()
     for found, want in zip(prepare.summarise(x, x, x, 64), prepare.summarise(near, near, near, 64)):
         assert torch.equal(found, want)
-    monkeypatch.setattr(launch, "_descriptors_fit", lambda problem: False)
+    monkeypatch.setattr(launch, "descriptors_fit", lambda *tensors: False)
     out = launch.run(make_problem(x, x, x)).out
     assert torch.equal(out, launch.run(make_problem(near, near, near)).out)
 
@@ -154,8 +154,10 @@ def test_sol_weakness_6_no_kernel_makes_a_descriptor_that_needs_an_allocator(
     # Descriptors come from the host, and plain pointers do the same.
     q, k, v = inputs(130)
     problem = make_problem(q, k, v)
-    by_descriptor = launch.run(problem).out if launch._descriptors_fit(problem) else None
-    monkeypatch.setattr(launch, "_descriptors_fit", lambda problem: False)
+    by_descriptor = (
+        launch.run(problem).out if launch.descriptors_fit(problem.q, problem.k, problem.v) else None
+    )
+    monkeypatch.setattr(launch, "descriptors_fit", lambda *tensors: False)
     by_pointer = launch.run(problem).out
     assert by_descriptor is None or torch.equal(by_descriptor, by_pointer)
 
@@ -165,7 +167,7 @@ def test_sol_weakness_20_views_of_packed_qkv_are_read_where_they_lie():
     problem = make_problem(*packed.to(DEVICE, HALF).unbind(2))
     for x in (problem.q, problem.k, problem.v):
         assert not x.is_contiguous()
-        for tma in (False, launch._descriptors_fit(problem)):
+        for tma in (False, launch.descriptors_fit(problem.q, problem.k, problem.v)):
             source = launch._source(x, 64, tma)
             assert (
                 source if isinstance(source, Tensor) else source.base

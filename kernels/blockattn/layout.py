@@ -31,6 +31,13 @@ def block_lengths(tokens: int, block: int = BLOCK, device: torch.device | None =
     return (tokens - starts).clamp(max=block)
 
 
+def whole_16_bytes(x: Tensor) -> bool:
+    """Base and strides in use of x ``[B, T, H, D]``, but for the channels, are whole 16 bytes."""
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3]) if size > 1]
+    whole = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return whole and x.data_ptr() % 16 == 0
+
+
 def pad_blocks(x: Tensor, block: int = BLOCK) -> Tensor:
     """``[B, T, H, D]`` -> ``[B, N, block, H, D]``, the last block filled up with zeros."""
     batch, tokens, heads, dim = x.shape

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from blockattn.layout import whole_16_bytes
 from blockattn.problem import Problem
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -106,7 +107,7 @@ def tensor_obstacles(problem: Problem, dims: tuple[int, ...]) -> list[str]:
         found.append(f"head dim {problem.q.shape[3]}, serves {', '.join(map(str, dims))}")
     if any(x.numel() == 0 for x in tensors):
         found.append("an empty sequence")
-    if on_gpu and not all(map(_aligned, tensors)):
+    if on_gpu and not all(x.stride(3) == 1 and whole_16_bytes(x) for x in tensors):
         found.append("q, k or v are not aligned to 16 bytes with contiguous channels")
     if problem.skip_threshold is not None:
         found.append("a skip threshold")
@@ -115,14 +116,6 @@ def tensor_obstacles(problem: Problem, dims: tuple[int, ...]) -> list[str]:
     if isinstance(problem.scale_output, torch.Tensor) or problem.scale_output != 1.0:
         found.append("scale_output, serves 1")
     return found
-
-
-def _aligned(x: torch.Tensor) -> bool:
-    """The base and every stride in use can be read 16 bytes at a time."""
-    unit = 16 // x.element_size()
-    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3]) if size > 1]
-    whole = x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in strides)
-    return x.stride(3) == 1 and whole
 
 
 def key_lists(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:

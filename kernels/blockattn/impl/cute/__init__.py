@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-import torch
-
 from blockattn.impl.cute import cache
 from blockattn.impl.cute.variant import DTYPES, HEAD_DIMS, variant_of
 from blockattn.impl.library import Library, gpu_obstacles
+from blockattn.layout import whole_16_bytes
 from blockattn.problem import Problem, Result
 
 SUMMARY = "attention for Hopper in CuTe DSL"
@@ -68,16 +67,10 @@ def _tensor_obstacles(problem: Problem) -> list[str]:
         found.append(f"dtype {dtype}, serves bfloat16 and float16")
     if dim not in HEAD_DIMS:
         found.append(f"head dim {dim}, serves {' and '.join(map(str, HEAD_DIMS))}")
-    if not all(_fits(x) for x in (problem.q, problem.k, problem.v)):
+    tensors = problem.q, problem.k, problem.v  # read by the tensor memory accelerator
+    if not all(x.stride(3) == 1 and whole_16_bytes(x) for x in tensors):
         found.append("q, k or v does not lie at whole 16 bytes in memory, or repeats an axis")
     return found
-
-
-def _fits(x: torch.Tensor) -> bool:
-    """The tensor memory accelerator can read x: whole 16 bytes everywhere, no axis repeated."""
-    used = [stride for stride, size in zip(x.stride()[:3], x.shape[:3]) if size > 1]
-    whole = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in used)
-    return whole and x.stride(3) == 1 and x.data_ptr() % 16 == 0
 
 
 def _tile_obstacles(problem: Problem) -> list[str]:

@@ -147,19 +147,14 @@ def compile_quantisers(
         "LARGEST": quantise.largest_number(dtype),
         "stride_d": 1,
     }
-    options = quantise.OPTIONS
     variants: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
-        "mxfp8": (quantise._mxfp8, _scale_shape(head_dim, 32), quantise.MXFP8_OPTIONS),
-        "nvfp4": (
-            quantise._nvfp4,
-            _scale_shape(head_dim, 16),
-            quantise.NVFP4_OPTIONS,
-        ),
+        "mxfp8": (quantise._mxfp8, _scale_shape(head_dim, 32), quantise.SCALED_OPTIONS),
+        "nvfp4": (quantise._nvfp4, _scale_shape(head_dim, 16), quantise.SCALED_OPTIONS),
     }
     for channels, scale in ((False, "tensor"), (True, "channel")):
         shape = {"CHANNELS": channels, "WIDTH": wide}
         variants[f"amax {scale}"] = quantise._amax, shape, quantise.AMAX_OPTIONS
-        variants[f"fp8 {scale}"] = quantise._fp8_values, shape, options
+        variants[f"fp8 {scale}"] = quantise._fp8_values, shape, quantise.OPTIONS
     made = {}
     for name, (kernel, shape, options) in variants.items():
         wanted = inspect.signature(kernel.fn).parameters

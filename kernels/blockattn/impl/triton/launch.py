@@ -14,7 +14,7 @@ from blockattn.impl.masks import without_invalid
 from blockattn.impl.triton import attention as kernels
 from blockattn.impl.triton.lists import row_lists
 from blockattn.impl.triton.words import map_words
-from blockattn.layout import num_blocks
+from blockattn.layout import num_blocks, whole_16_bytes
 from blockattn.problem import BlockSummary, Problem, Result
 from blockattn.route import BlockRoute
 
@@ -134,7 +134,7 @@ def _launch(
     if splits > 1:
         partial = torch.empty(splits, lines, dim, dtype=torch.float32, device=out.device)
         partial_lse = torch.empty(splits, lines, dtype=torch.float32, device=out.device)
-    tma = _descriptors_fit(problem)
+    tma = descriptors_fit(problem.q, problem.k, problem.v)
     query_tma = tma and query_through_descriptor(
         capability_of(out.device),
         skip=problem.skip_threshold is not None,
@@ -198,18 +198,10 @@ def _scale(value: float | Tensor, unused: Tensor) -> tuple[float, Tensor]:
     return (1.0, value) if isinstance(value, Tensor) else (float(value), unused)
 
 
-def _descriptors_fit(problem: Problem) -> bool:
-    """q, k and v can be read through the tensor memory accelerator (or its interpreter)."""
-    return capability_of(problem.q.device) >= (9, 0) and all(
-        _descriptor_fits(x) for x in (problem.q, problem.k, problem.v)
-    )
-
-
-def _descriptor_fits(x: Tensor) -> bool:
-    """16-byte alignment of the base and of every stride that is used."""
-    unit = 16 // x.element_size()
-    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3]) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in strides)
+def descriptors_fit(*tensors: Tensor) -> bool:
+    """All can be read through the tensor memory accelerator (or its interpreter)."""
+    new_enough = capability_of(tensors[0].device) >= (9, 0)
+    return new_enough and all(map(whole_16_bytes, tensors))
 
 
 def _source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:

@@ -39,8 +39,7 @@ STEPS = 8  # row groups per program of the amax pass: fewer atomics
 # A fused multiply-add would round once where PyTorch rounds twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 AMAX_OPTIONS = OPTIONS | {"num_warps": 2}  # fewer warps meet at the end of a program
-MXFP8_OPTIONS = OPTIONS | {"num_warps": 8}
-NVFP4_OPTIONS = OPTIONS | {"num_warps": 8}  # fewer are faster, but see the log
+SCALED_OPTIONS = OPTIONS | {"num_warps": 8}  # with fewer NVFP4 is faster, but see the log
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
@@ -336,7 +335,7 @@ def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
         kernel[(tiles * SCALE_ROWS // ROWS, heads, batch)](
             x, codes, scales, *x.stride(), tokens, tiles, heads,
             CONVERT=converts(x.device), DIM=dim, WIDTH=width(dim, 32), COLUMNS=columns,
-            ROWS=ROWS, **MXFP8_OPTIONS,
+            ROWS=ROWS, **SCALED_OPTIONS,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales.view(torch.uint8)
 
@@ -358,7 +357,7 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             tokens, tiles, heads,
             CONVERT=converts(x.device), CONVERT_E2M1=converts_e2m1(x.device),
             FUSED=x.device.type == "cuda", LARGEST=largest_number(x.dtype), DIM=dim,
-            WIDTH=width(dim, 16), COLUMNS=columns, ROWS=ROWS, **NVFP4_OPTIONS,
+            WIDTH=width(dim, 16), COLUMNS=columns, ROWS=ROWS, **SCALED_OPTIONS,
         )  # fmt: skip
     return codes, scales.view(torch.uint8), factor
 

@@ -178,7 +178,7 @@ def _launch(
     key, key_words, key_tiles = _codes(operands.k)
     value = operands.v.data
     query_form = _form(operands)
-    tma = _descriptors_fit(query, key, value)
+    tma = launch.descriptors_fit(query, key, value)
     query_tma = tma
     if not config.native_qk and (problem.route is None or problem.skip_threshold is not None):
         # Read through a pointer, queries stay in shared memory; see the plan of ``attention``.
@@ -216,13 +216,6 @@ def _launch(
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor),
         CHANNELS=operands.v.per_channel, STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
-
-
-def _descriptors_fit(*tensors: Tensor) -> bool:
-    """All can be read through the tensor memory accelerator (or its interpreter)."""
-    return launch.capability_of(tensors[0].device) >= (9, 0) and all(
-        map(launch._descriptor_fits, tensors)
-    )
 
 
 def _operands(problem: Problem) -> QuantOperands:
