@@ -48,13 +48,25 @@ class Case:
 
     def run(self, model: Any, **settings: Any) -> Tensor:
         with torch.no_grad():
-            return model(**self.inputs(**settings), return_dict=False)[0]
+            return model(**placed(self.inputs(**settings), model), return_dict=False)[0]
 
     def attentions(self, model: Any) -> list[nn.Module]:
         """The self-attention modules, found without the code under test."""
         lists = ("blocks", "transformer_blocks", "single_transformer_blocks")
         blocks = [block for name in lists for block in getattr(model, name, ())]
         return [getattr(block, self.processor) for block in blocks]
+
+
+def placed(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The inputs on the model's device and in its dtype; times stay float32."""
+    like = next(model.parameters())
+    made = {name: x.to(like.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return {
+        name: x.to(like.dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and name != "timestep"
+        else x
+        for name, x in made.items()
+    }
 
 
 def _wan() -> Any:

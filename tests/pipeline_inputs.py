@@ -42,7 +42,7 @@ def texts(width: int, kind: str = "T5") -> dict[str, Any]:
 
 
 def wan() -> Any:
-    pipe = tiny_wan_pipeline(layers=2, head_dim=32)
+    pipe = tiny_wan_pipeline(layers=2)
     pipe.register_modules(**texts(32, "UMT5"))
     return pipe
 
@@ -56,7 +56,7 @@ def cogvideox() -> Any:
     sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "time_embed_dim": 16}
     grid = {"sample_width": 16, "sample_height": 16, "sample_frames": 13}
     model = PARTS.CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=48, text_embed_dim=16, **sizes, **grid
+        num_attention_heads=2, attention_head_dim=64, text_embed_dim=16, **sizes, **grid
     )
     scheduler = PARTS.CogVideoXDDIMScheduler()
     return PARTS.CogVideoXPipeline(transformer=model.eval(), scheduler=scheduler, **texts(16))

@@ -58,6 +58,23 @@ def test_a_profile_runs_sparse_in_every_layer(model: PipelineVideo):
     assert not torch.equal(run.video, model.run(PROMPT, 0))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PIPELINES)
+def test_on_a_gpu_the_pipeline_of_every_family_runs_on_the_gpu_kernels(name: str):
+    make, size = PIPELINES[name]
+    pipe = make().to("cuda", torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    model = PipelineVideo(pipe, name, size, STEPS)
+    dense = model.sample(PROMPT, 0, None)
+    assert torch.equal(dense.video, model.run(PROMPT, 0))
+    run = model.sample(PROMPT, 0, read_text(f"0-{len(model.module_names) - 1}=1.0", model.place))
+    assert run.ran == "sol_attn: triton"
+    assert run.count("sparse") == len(run.records) > 0
+    assert run.density < 1
+    assert torch.isfinite(run.video).all()
+    assert not torch.equal(run.video, dense.video)
+
+
 def test_a_prompt_reaches_the_text_encoder(model: PipelineVideo):
     assert "random text" not in model.title
     assert not torch.equal(model.run(PROMPT, 0), model.run("ball", 0))

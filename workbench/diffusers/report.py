@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from workbench.attention.log import CallCounts, density_by_layer
+from workbench.attention.log import CallCounts, density_by_layer, what_ran
 from workbench.attention.policy import CROSS
 from workbench.diffusers.model import AttachedModel
 
@@ -22,6 +22,7 @@ def _model(model: AttachedModel) -> str:
         f"{model.name}: {model.family.model}, {len(model.layers)} layers attached",
         *(f"  not attached: {n} x {why}" for why, n in Counter(model.left_alone.values()).items()),
         f"  calls: {counts}",
+        *(f"  ran: {what}" for what in what_ran(model.attention.records)),
         *_layers(model),
     ]
     return "\n".join(lines)

@@ -22,7 +22,7 @@ NATIVE = "scaled_dot_product_attention"  # of F, takes [B, H, T, D]
 ARGUMENTS = 6  # self, module, tokens, other tokens, mask, rotation
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: Dynamo of torch 2.11 cannot call a frozen one that it has made itself
 class OwnAttention:
     """What the model itself would have called, as a function of q, k, v [B, T, H, D].
 
