@@ -1,4 +1,7 @@
-"""One of two processes that share a video, for the tests of head parallelism."""
+"""One of two processes that share a video, for the tests of head parallelism.
+
+With gloo on CPUs in float32, with NCCL on a GPU each in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,22 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def start(rank: int, folder: str) -> None:
+def start(rank: int, folder: str, backend: str) -> dict[str, Any]:
+    """Joins the other process; where this one keeps its tensors, and in which dtype."""
     torch.set_num_threads(1)
+    place: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+    if backend == "nccl":
+        place = {"device": torch.device("cuda", rank), "dtype": torch.bfloat16}
+        torch.cuda.set_device(rank)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
+    return place
 
 
 def finish(rank: int, folder: str, found: dict[str, Any]) -> None:
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    on_cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in found.items()}
+    torch.save(on_cpu, Path(folder) / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -39,38 +49,43 @@ def part(x: Tensor, rank: int) -> Tensor:
     return x.chunk(RANKS, dim=1)[rank]
 
 
-def exchange_and_attend(rank: int, folder: str) -> None:
-    start(rank, folder)
-    x = qkv(heads=4)[0]
+def exchange_and_attend(rank: int, folder: str, backend: str) -> None:
+    place = start(rank, folder, backend)
+    x = qkv(heads=4)[0].to(**place)
     heads = to_heads(part(x, rank), None)
     found: dict[str, Any] = {
         "heads": torch.equal(heads, x.chunk(RANKS, dim=2)[rank]),
         "tokens": torch.equal(to_tokens(heads, None), part(x, rank)),
-        "mechanisms": {name: attend(rank, *CONFIGS[name]) for name in CONFIGS},
+        "mechanisms": {name: attend(rank, place, *CONFIGS[name]) for name in CONFIGS},
     }
     try:
-        to_heads(torch.zeros(1, 4, 3, 8), None)
+        to_heads(torch.zeros(1, 4, 3, 8, **place), None)
     except UnsupportedError as error:
         found["uneven"] = str(error)
     finish(rank, folder, found)
 
 
-def attend(rank: int, config: Any, options: dict[str, Any]) -> dict[str, Any]:
+def attend(
+    rank: int, place: dict[str, Any], config: Any, options: dict[str, Any]
+) -> dict[str, Any]:
     """One mechanism over two processes, and over one."""
     policy, alone = (
         SparseAttention(config, num_layers=2, record=True, **options) for _ in range(2)
     )
-    q, k, v = qkv(heads=4)
+    q, k, v = (x.to(**place) for x in qkv(heads=4))
     out = Ulysses(policy)(*(part(x, rank) for x in (q, k, v)), CALL)
+    one = part(alone(q, k, v, CALL), rank)
     return {
-        "equal": torch.equal(out, part(alone(q, k, v, CALL), rank)),
+        "equal": torch.equal(out, one),
+        "difference": float((out - one).abs().max() / v.abs().max()),
+        "impl": policy.records[0].impl,
         "density": policy.records[0].density,
         "density of one": alone.records[0].density,
         "sparse": policy.counts().sparse,
     }
 
 
-def diffusers_model(rank: int, folder: str) -> None:
+def diffusers_model(rank: int, folder: str, backend: str) -> None:
     """A real transformer with diffusers' own Ulysses configuration, attached."""
     import diffusers
 
@@ -78,10 +93,14 @@ def diffusers_model(rank: int, folder: str) -> None:
     from tests.attach_inputs import CASES
     from tests.attach_inputs import SOL as TAU
 
-    start(rank, folder)
-    torch.accelerator.device_count = lambda: 1  # diffusers asks, and divides by it
+    place = start(rank, folder, backend)
+    if backend == "gloo":
+        torch.accelerator.device_count = lambda: 1  # diffusers asks, and divides by it
     case = CASES[0]
     model = case.model()
+    for module in case.attentions(model):  # so that attention is most of what comes out
+        module.to_out[0].weight.data.mul_(64)
+    model = torch.nn.Module.to(model, place["device"], place["dtype"])
     found: dict[str, Any] = {"bare": case.run(model)}
     with workbench.attach(model, TAU, record=True) as alone:
         found["one"] = case.run(model)
@@ -90,6 +109,7 @@ def diffusers_model(rank: int, folder: str) -> None:
         found["dense"] = case.run(model)
     with workbench.attach(model, TAU, record=True, strict=True) as attached:
         found["two"] = case.run(model)
+    found["impl"] = {record.impl for record in attached.records}
     found["density"] = [record.density for record in attached.records]
     found["density of one"] = [record.density for record in alone.records]
     finish(rank, folder, found)
