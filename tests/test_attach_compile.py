@@ -115,6 +115,25 @@ def test_a_model_compiled_after_it_was_attached_needs_the_time_by_hand():
     assert (attached.counts().sparse, attached.counts().missing_time) == (1, 0)
 
 
+@pytest.mark.parametrize("how", [wrapped, in_place, by_block], ids=lambda x: x.__name__)
+def test_who_observes_a_model_that_is_compiled_while_attached_gets_step_and_time(
+    how: Callable[..., Any],
+):
+    seen: list[tuple[int, int | None, float | None]] = []
+    model = WAN.model()
+    bare = WAN.run(model, time=0.75)
+
+    def observe(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
+        seen.append((call.layer, call.step, call.time))
+
+    with workbench.attach(model, None, observe=observe):
+        run = how(model)
+        assert torch.equal(WAN.run(run, time=0.75), bare)
+        with dynamo.patch(error_on_recompile=True):
+            WAN.run(run, time=0.25)
+    assert seen == [(0, 0, 0.75), (1, 0, 0.75), (0, 1, 0.25), (1, 1, 0.25)]
+
+
 @pytest.mark.parametrize("how", [in_place, by_block], ids=lambda x: x.__name__)
 def test_who_observes_a_compiled_model_gets_step_and_time(how: Callable[..., Any]):
     seen: list[tuple[int, int | None, float | None]] = []

@@ -131,6 +131,15 @@ def test_two_orders_at_once_are_refused():
             token_order(attached, "morton").__enter__()
 
 
+def test_an_order_of_a_detached_model_is_refused():
+    model = BY_NAME["wan"].model()
+    with workbench.attach(model, None) as attached:
+        pass
+    with pytest.raises(RuntimeError, match="transformer is detached, so nothing would know"):
+        token_order(attached, "tile").__enter__()
+    assert not model._forward_pre_hooks
+
+
 def test_an_unknown_order_is_refused():
     with workbench.attach(BY_NAME["wan"].model(), None) as attached:
         with pytest.raises(ValueError, match="order='hilbert'"):

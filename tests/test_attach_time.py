@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("diffusers", reason="needs diffusers: pip install 'diffusers
 pytest.importorskip("transformers", reason="needs transformers, for the pipelines of diffusers")
 
 import diffusers
+from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 
 import workbench
 from tests.attach_inputs import CASES, CUTOFF, GRID, Case
@@ -244,3 +246,37 @@ def test_a_compiled_part_of_a_pipeline_is_attached_too():
     dense = dense_steps([float(t) / 1000 for t in pipe.scheduler.timesteps], CUTOFF)
     assert attached.counts().dense["dense phase"] == 2 * dense
     assert attached.counts().sparse == 2 * (STEPS - dense)
+
+
+@pytest.mark.parametrize("steps", [8, 64])
+def test_times_that_the_pipeline_of_mochi_rounds_to_16_bits_are_those_of_its_schedule(steps: int):
+    """One minus the time is the same in bfloat16 for several of 64 steps, and 275 becomes 276."""
+    case = next(case for case in CASES if case.name == "mochi")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    sigmas = linear_quadratic_schedule(steps, 0.025)
+    scheduler.set_timesteps(sigmas=sigmas)
+    times = [1 - float(t) / 1000 for t in scheduler.timesteps]
+    pipe = SimpleNamespace(transformer=case.model(), scheduler=scheduler)
+    for step in (3, 5):
+        config = SolAttnConfig(tau=1.0, disabled_until_timestep=times[step])
+        scheduler.set_timesteps(sigmas=sigmas)
+        latents = torch.zeros(1)
+        with workbench.attach(pipe, config, record=True) as attached, torch.no_grad():
+            for t in scheduler.timesteps[:8]:
+                rounded = t.expand(2).to(torch.bfloat16)
+                pipe.transformer(**{**case.inputs(), "timestep": rounded})
+                latents = scheduler.step(latents, t, latents)[0]
+        kinds = {record.step: (record.kind, record.time) for record in attached.records}
+        assert [kind for kind, _ in kinds.values()] == ["dense"] * (step + 1) + ["sparse"] * (
+            7 - step
+        )
+        assert [time for _, time in kinds.values()] == pytest.approx(times[:8], abs=1e-7)
+
+
+def test_a_rounded_time_without_a_schedule_is_taken_as_it_is():
+    case = next(case for case in CASES if case.name == "mochi")
+    model = case.model()
+    with workbench.attach(model, LATE, record=True) as attached, torch.no_grad():
+        model(**{**case.inputs(), "timestep": torch.full((2,), 100.5, dtype=torch.bfloat16)})
+    assert {record.kind for record in attached.records} == {"sparse"}
+    assert attached.records[0].time == pytest.approx(0.8995)

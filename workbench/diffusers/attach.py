@@ -73,7 +73,7 @@ def attach(
     if train_timesteps is None:
         train_timesteps = _train_timesteps(model)
     checks.integer("train_timesteps", train_timesteps, minimum=1)
-    clock = Clock()
+    clock, scheduler = Clock(), _scheduler(model)
     models = [
         AttachedModel(
             name,
@@ -82,6 +82,7 @@ def attach(
             clock=clock,
             observe=observe,
             train_timesteps=train_timesteps,
+            scheduler=scheduler,
             options=options,
         )
         for name, transformer in transformers.items()
@@ -195,7 +196,11 @@ def _configs(config: Configs, transformers: Mapping[str, nn.Module]) -> dict[str
     return dict(config)
 
 
+def _scheduler(model: Any) -> Any:
+    """The scheduler of a pipeline; a transformer alone has none."""
+    return None if isinstance(model, nn.Module) else getattr(model, "scheduler", None)
+
+
 def _train_timesteps(model: Any) -> int:
-    scheduler = None if isinstance(model, nn.Module) else getattr(model, "scheduler", None)
-    config = getattr(scheduler, "config", None)
+    config = getattr(_scheduler(model), "config", None)
     return getattr(config, "num_train_timesteps", TRAIN_TIMESTEPS)

@@ -21,6 +21,7 @@ from workbench.attention.policy import CROSS
 from workbench.diffusers.families import Family, Grid
 
 CROSS_CALL = Verdict("dense", CROSS)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class Clock:
@@ -58,6 +59,7 @@ class Forward:
         attention: gets the time of every call.
         clock: counts steps.
         train_timesteps: the time argument at full noise.
+        scheduler: of the pipeline, if there is one; knows the times that a 16-bit argument rounds.
         watched: whether somebody looks at steps and times, which costs one wait for the device.
         compiled: whether the model is compiled and calls are also seen outside the graph, where
             values can be read.
@@ -72,12 +74,14 @@ class Forward:
         *,
         clock: Clock,
         train_timesteps: int,
+        scheduler: Any,
         watched: bool,
         compiled: bool,
     ) -> None:
         self.name = name
         self.family, self.attention, self.clock = family, attention, clock
         self.train_timesteps = train_timesteps
+        self._scheduler = scheduler
         self.grid: Grid | None = None
         self.step: int | None = None
         self.time: float | None = None
@@ -90,6 +94,9 @@ class Forward:
         self._watched = watched or attention.log.record
         self._compiled = compiled
         self._by_hand = False
+        # Of a model that is compiled while it is attached, this hook is a part of the graph. Who
+        # looks at its calls breaks the graph in any case, and would find no step in them.
+        self._begin_outside: Any = torch.compiler.disable(self.begin)
 
     def hook(self) -> Callable[..., None]:
         """Goes in front of the transformer, with keyword arguments."""
@@ -99,6 +106,9 @@ class Forward:
         """Reads the arguments of a forward call."""
         inside = torch.compiler.is_compiling()
         if inside and self._compiled:
+            return
+        if inside and self._watched:
+            self._begin_outside(args, kwargs)
             return
         given = {**dict(zip(self._names, args)), **kwargs}
         self.grid = self.family.grid(self._config, given)
@@ -117,25 +127,41 @@ class Forward:
         """Publishes a time by hand, normalised, until `None` gives it back to the hook."""
         self._by_hand = time is not None
         self.attention.begin_step(time)
-        self._note(time, time)
+        self._note(time)
 
     def _publish(self, timestep: float | Tensor | None) -> None:
-        time = fine = self._normalised(timestep)
-        if isinstance(timestep, Tensor) and timestep.dtype in (torch.bfloat16, torch.float16):
-            fine = self._normalised(timestep.float())  # 1 - t in half precision merges steps
+        if isinstance(timestep, Tensor) and timestep.dtype in HALVES:
+            timestep = self._unrounded(timestep)
+        time = self._normalised(timestep)
         self.attention.begin_step(time)
-        self._note(time, fine)
+        self._note(time)
+
+    def _unrounded(self, timestep: Tensor) -> Tensor:
+        """A time that the pipeline rounded to 16 bits (as Mochi's does), as its scheduler has it.
+
+        Rounded, 1 - t makes several steps of a schedule equal and moves others across a cutoff.
+        """
+        times, values = getattr(self._scheduler, "timesteps", None), timestep.unique()
+        if not isinstance(times, Tensor) or len(values) != 1:
+            return timestep.float()
+        same = (times.to(values) == values).nonzero().flatten().tolist()
+        step = getattr(self._scheduler, "step_index", 0) or 0  # before its first step it is None
+        if len(same) > 1 and step in same:
+            same = [step]
+        return times[same[0]] if len(same) == 1 else timestep.float()
 
     def _normalised(self, timestep: float | Tensor | None) -> float | Tensor | None:
-        time = None if timestep is None else timestep / self.train_timesteps
-        return time if time is None or self.family.falling else 1 - time
+        if timestep is None or self.family.falling:
+            return None if timestep is None else timestep / self.train_timesteps
+        if not isinstance(timestep, Tensor):
+            return 1 - timestep / self.train_timesteps
+        kept = torch.promote_types(timestep.dtype, torch.float32)
+        return (1 - timestep.double() / self.train_timesteps).to(kept)  # rounded once
 
-    def _note(self, time: float | Tensor | None, fine: float | Tensor | None) -> None:
-        """Time as the policy has it; steps are told apart by the finer one."""
+    def _note(self, time: float | Tensor | None) -> None:
         moment = step_time(time, name="timestep") if self._watched else None
-        finer = moment if moment is None or fine is time else step_time(fine, name="timestep")
         self.time = None if moment is None else moment.value
-        self.step = None if finer is None else self.clock.tick(finer.value)
+        self.step = None if moment is None else self.clock.tick(moment.value)
 
     def _read_text(self, given: Mapping[str, Any]) -> tuple[int, ...] | None:
         mask = given.get(self.family.text_mask) if self.family.text_mask else None

@@ -44,6 +44,7 @@ class AttachedModel:
         clock: Clock,
         observe: Observe | None,
         train_timesteps: int,
+        scheduler: Any,
         options: Mapping[str, Any],
     ) -> None:
         self.name, self._outer, self.transformer = name, model, plain(model)
@@ -60,6 +61,7 @@ class AttachedModel:
             self.attention,
             clock=clock,
             train_timesteps=train_timesteps,
+            scheduler=scheduler,
             watched=observe is not None,
             compiled=self.compiled,
         )
@@ -74,6 +76,11 @@ class AttachedModel:
         """Whether it is compiled now: wrapped by `torch.compile`, or in place."""
         wrapped = self._outer is not self.transformer
         return wrapped or self.transformer._compiled_call_impl is not None
+
+    @property
+    def attached(self) -> bool:
+        """Whether our processors are in its place now."""
+        return bool(self._handles)
 
     def attach(self) -> None:
         """Puts our processors and hooks in."""

@@ -41,7 +41,7 @@ def token_order(attached: Attachment, order: str) -> Iterator[None]:
     Raises:
         ValueError: no such order. UnsupportedError: a model that is compiled, or whose blocks treat
             tokens by their place in the sequence.
-        RuntimeError: an order is set already.
+        RuntimeError: an order is set already, or the model is detached.
     """
     checks.one_of("order", order, ORDERS)
     reorders = [Reorder(model, order) for model in attached.models]
@@ -69,6 +69,11 @@ class Reorder:
         self._handles: list[RemovableHandle] = []
         self._grid: TokenGrid | None = None
         self._by_token = False
+        if not model.attached:
+            raise RuntimeError(
+                f"{self.name} is detached, so nothing would know of the order; set it inside the "
+                "`with` block of workbench.attach"
+            )
         self._check(compiled=model.compiled)
 
     def start(self) -> None:
