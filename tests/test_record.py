@@ -13,7 +13,8 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 from blockattn import TokenGrid
 from workbench import cli
 from workbench.capture import open_capture
-from workbench.diffusers.wan import tiny_wan
+from workbench.diffusers.wan import tiny_wan, wan_pipeline
+from workbench.profiles.identity import weights_mark
 from workbench.profiles.models import pipeline
 from workbench.profiles.pipeline import PipelineVideo
 from workbench.profiles.record import RecordPlan, record_pipeline
@@ -83,6 +84,35 @@ def test_a_recording_goes_on_only_with_the_guidance_that_it_began_with(video, tm
     with pytest.raises(ValueError, match=r"guidance: '1\.0' there, '2\.0' now"):
         recorded(guided, PLAN, tmp_path / "a", resume=True)
     assert len(recorded(video, PLAN, tmp_path / "a", resume=True).entries) == 4
+
+
+def test_a_recording_goes_on_only_with_the_weights_and_the_schedule_it_began_with(tmp_path: Path):
+    """A folder of the same name may hold another checkpoint."""
+
+    def opened(seed: int, shift: float) -> PipelineVideo:
+        pipe = wan_pipeline(tiny_wan(seed=seed))
+        pipe.scheduler.register_to_config(flow_shift=shift)
+        return PipelineVideo(pipe, "wan", SIZE, 4, guidance=1.0)
+
+    first = opened(0, 3.0)
+    killer = first.pipe.transformer.blocks[1].register_forward_pre_hook(_fails)
+    with pytest.raises(RuntimeError, match="killed"):
+        recorded(first, PLAN, tmp_path / "a")
+    killer.remove()
+    with pytest.raises(ValueError, match=r"weights: '\w+' there, '\w+' now"):
+        recorded(opened(1, 3.0), PLAN, tmp_path / "a", resume=True)
+    with pytest.raises(ValueError, match=r'scheduler: .*"flow_shift": 3.0.* now'):
+        recorded(opened(0, 5.0), PLAN, tmp_path / "a", resume=True)
+    assert len(recorded(opened(0, 3.0), PLAN, tmp_path / "a", resume=True).entries) == 4
+
+
+def test_a_changed_bias_is_other_weights():
+    model = tiny_wan()
+    pipe = wan_pipeline(model)
+    before = weights_mark(pipe)
+    assert weights_mark(pipe) == before == weights_mark(wan_pipeline(tiny_wan()))
+    model.blocks[1].ffn.net[2].bias.data[0] += 1
+    assert weights_mark(pipe) != before
 
 
 def _fails(*_: object) -> None:

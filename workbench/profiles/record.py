@@ -14,6 +14,7 @@ from workbench.capture.writer import LIMIT_BYTES
 from workbench.diffusers import attach
 from workbench.diffusers.order import token_order
 from workbench.models import AttentionCall
+from workbench.profiles.identity import schedule_mark, weights_mark
 from workbench.profiles.pipeline import PipelineVideo
 
 
@@ -74,6 +75,8 @@ class RecordPlan:
             "seed": str(self.seed),
             "guidance": own if video.guidance is None else str(video.guidance),
             "size": own if video.size is None else ",".join(map(str, video.size)),
+            "weights": weights_mark(video.pipe),
+            "scheduler": schedule_mark(video.pipe),
         }
 
 
