@@ -49,9 +49,9 @@ attention_config:
 def test_the_written_file_has_exactly_the_fields_of_the_schema():
     text = dump_config(wrapped(SolAttnConfig(tau=1.5, dense_layers=(3, 1))))
     assert text == (
-        "attention_config:\n  backend: CUTEDSL\n  sparse_attention_config:\n"
+        "# Whole if its last line is ...\nattention_config:\n  backend: CUTEDSL\n  sparse_attention_config:\n"
         "    algorithm: sol_attn\n    tau: 1.5\n    thresh_type: diag\n"
-        "    disabled_until_timestep: null\n    dense_layers:\n    - 1\n    - 3\n"
+        "    disabled_until_timestep: null\n    dense_layers:\n    - 1\n    - 3\n...\n"
     )
 
 
@@ -266,3 +266,22 @@ def test_reading_a_good_file_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_config(visual_gen("algorithm: skip_softmax, threshold_scale_factor: 12"))
+
+
+@pytest.mark.parametrize("comments", ["", "# chosen by workbench tune\n"])
+def test_a_written_file_that_was_cut_off_is_refused_wherever(comments: str):
+    """Without its last field, dense_layers, it would be a valid file for every layer."""
+    config = wrapped(SolAttnConfig(tau=1.5, dense_layers=(0, 1)))
+    text = comments + dump_config(config)
+    assert load_config(text) == config
+    assert load_config(text.rstrip()) == config
+    for end in range(len(text.rstrip())):
+        with pytest.raises(ValueError, match=r"was cut off|attention_config|not YAML"):
+            load_config(text[:end])
+
+
+def test_a_file_written_by_hand_needs_no_end():
+    algorithm = "    algorithm: sol_attn\n"
+    text = f"attention_config:\n  sparse_attention_config:\n{algorithm}    tau: 1.5\n"
+    assert load_config(text).attention_config.sparse_attention_config == SolAttnConfig(tau=1.5)
+    assert load_config(text + "...\n") == load_config(text)

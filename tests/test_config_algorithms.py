@@ -343,9 +343,10 @@ def test_quantisation_is_written_in_the_servers_schema():
         )
     )
     assert text == (
+        "# Whole if its last line is ...\n"
         "attention_config:\n  backend: CUTEDSL\n  sparse_attention_config: null\n"
         "  quant_attention_config:\n    qk_dtype: nvfp4\n    v_dtype: fp8\n"
-        "    q_block_size: 0\n    k_block_size: 0\n    v_block_size: 1\n"
+        "    q_block_size: 0\n    k_block_size: 0\n    v_block_size: 1\n...\n"
     )
 
 

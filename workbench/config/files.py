@@ -46,6 +46,9 @@ _NOT_QUANTISED = {
     ),
 }
 MAX_VALUES = 100_000
+# What is written here says how it ends. A file written by hand promises nothing and needs no end.
+END = "..."  # of a document in YAML
+PROMISE = f"# Whole if its last line is {END}"
 _PARTS = ("sparse_attention_config", "quant_attention_config")
 
 
@@ -113,12 +116,13 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(source: str | Path, where: str) -> Any:
+def read_yaml(source: str | Path, where: str, *, whole: bool = False) -> Any:
     """What YAML says.
 
     Args:
         source: a ``Path``, or the text.
         where: names it in an error.
+        whole: refuse a text of :func:`dump_config` that was cut off.
 
     Raises:
         ValueError: no text, no YAML, a key that is given twice, a date or integer that is none,
@@ -126,6 +130,8 @@ def read_yaml(source: str | Path, where: str) -> Any:
     """
     try:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+        if whole:
+            _check_end(text)
         data = yaml.load(text, _UniqueKeys)
         _check_size(data)
     except yaml.YAMLError as error:
@@ -137,6 +143,12 @@ def read_yaml(source: str | Path, where: str) -> Any:
     except RecursionError as error:
         raise ValueError(f"{where}: is nested too deeply to be a configuration") from error
     return data
+
+
+def _check_end(text: str) -> None:
+    """Every part of a configuration may be left out, so what is left of a file would be valid."""
+    if PROMISE in text.splitlines() and text.rstrip().splitlines()[-1] != END:
+        raise ValueError(f"was cut off: its last line is not {END}; copy or write it again")
 
 
 def _check_size(data: object) -> None:
@@ -168,7 +180,7 @@ def load_config(source: str | Path) -> VisualGenConfig:
         raise FileNotFoundError(
             f"{where}: no such configuration file; give the path of a YAML file"
         )
-    data = read_yaml(source, where)
+    data = read_yaml(source, where, whole=True)
     if not isinstance(data, dict) or "attention_config" not in data:
         have = f", found {', '.join(map(str, data))}" if isinstance(data, dict) and data else ""
         raise ValueError(f"{where}: expected a mapping with the key attention_config{have}")
@@ -179,9 +191,10 @@ def load_config(source: str | Path) -> VisualGenConfig:
 
 
 def dump_config(config: VisualGenConfig) -> str:
-    """YAML text that :func:`load_config` reads back to an equal configuration."""
+    """YAML text that :func:`load_config` reads back to an equal configuration, if it is whole."""
     data = config.model_dump()  # as Python values: JSON has no infinities, dates or integer keys
     for name in ("backend", "quant_attention_config"):
         if getattr(config.attention_config, name) is None:
             data["attention_config"].pop(name)
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    body = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    return f"{PROMISE}\n{body}{END}\n"
