@@ -6,6 +6,7 @@ import copy
 import csv
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,14 @@ def test_a_comfyui_node_gives_each_block_the_tau_of_its_profile_or_its_own():
         ("sol_attn, tau 2 diag", 0),
         ("sol_attn, tau 1.25 diag", 0),
     ]
+
+
+@pytest.mark.parametrize("tau", ["x", None, ["5", 0], True])
+def test_a_tau_that_a_full_profile_leaves_idle_is_still_a_number(tau: Any):
+    inputs = json.loads(export_config(config(PLAIN_SOL), "comfyui", PLACE).text)
+    inputs["inputs"] |= {"tau": tau, "tau_profile": "0-1=2.0"}
+    with pytest.raises(ValueError, match=r"inputs\.tau=.*: expected a number"):
+        profile(json.dumps(inputs))
 
 
 def test_quantised_attention_is_told_with_its_formats():
@@ -451,6 +460,25 @@ def test_files_of_one_name_are_told_apart_by_their_folders(weights: Path, tmp_pa
     assert done.exit_code == 0, done.output
     assert "tight-config (tau_profile)" in done.stdout
     assert "loose-config (tau_profile)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ("tight/a.txt", r"a\.txt is given twice; give another file"),
+        ("./tight/../tight/a.txt", "is given twice"),
+        ("more/tight/a.txt", "both would be called tight-a; rename one"),
+    ],
+)
+def test_two_files_that_are_one_are_refused_before_a_model_is_loaded(
+    tmp_path: Path, second: str, message: str
+):
+    for name in ("tight", "more/tight"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text("0-1=1.0")
+    done = invoke(tmp_path / "tight/a.txt", tmp_path / second, "--weights", tmp_path / "none")
+    assert isinstance(done.exception, ValueError)
+    assert re.search(message, str(done.exception))
 
 
 def test_a_calibration_that_nothing_looks_at_is_refused(weights: Path, tmp_path: Path):

@@ -336,3 +336,18 @@ def test_help_of_tune_names_every_option():
     text = CliRunner().invoke(cli.app, ["tune", "--help"], env={"COLUMNS": "200"}).output
     for name in ("taus", "thresholds", "target-density", "target-error", "impl", "device", "out"):
         assert f"--{name}" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "defaults"),
+    [
+        ("record", ("[default: all]", "[default: the pipeline's own]", "[default: 1024]")),
+        ("apply", ("[default: recognised]", "[default: the small model]", "[default: 0,1,2]")),
+        ("tune", ("[default: runs/TIME-ALGORITHM]",)),
+    ],
+)
+def test_the_help_of_a_command_says_what_is_taken_where_nothing_is_given(
+    command: str, defaults: tuple[str, ...]
+):
+    output = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
+    assert all(default in output for default in defaults), output

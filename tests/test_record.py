@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from workbench.diffusers.wan import tiny_wan, wan_pipeline
 from workbench.profiles.identity import weights_mark
 from workbench.profiles.models import pipeline
 from workbench.profiles.pipeline import PipelineVideo
-from workbench.profiles.record import RecordPlan, record_pipeline
+from workbench.profiles.record import RecordPlan, forecast, record_pipeline
 
 SIZE = (13, 128, 128)  # 4 x 8 x 8 tokens
 GRID = (4, 8, 8)
@@ -135,6 +136,52 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_sampled(video, c
         RecordPlan(**{**PLAN.__dict__, **changes}).spec(video)
 
 
+def test_a_forecast_runs_one_step_and_names_the_steps_to_the_last_call(video):
+    calls: list[int] = []
+    parts = (video.pipe.transformer, video.pipe.transformer_2)
+    hooks = [part.register_forward_hook(lambda *a: calls.append(1)) for part in parts]
+    seconds = video.step_seconds("a disc")
+    for hook in hooks:
+        hook.remove()
+    assert len(calls) == 1
+    assert 0 < seconds < 60
+    assert forecast(PLAN, 90.04) == (
+        "a step takes about 90.0 s; 2 steps, to the last call to keep: 0:03:00"
+    )
+
+
+def test_a_recording_tells_how_long_it_will_take_after_its_first_step(video, tmp_path: Path):
+    said: list[str] = []
+    recorded(video, PLAN, tmp_path / "a", tell=said.append)
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"a step takes about \d+\.\d s; 2 steps, to the last .*: 0:00:\d\d", said[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--layers": "0,3"}, "layers=3: must be at least 0 and at most 2"),
+        ({"--at-steps": "3"}, "at_steps=3: must be at least 0 and at most 2"),
+        ({"--heads": "2"}, "heads=2: must be at least 0 and at most 1"),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["transformer", "pipeline"])
+def test_a_layer_step_or_head_that_is_not_there_is_refused_before_weights_are_read(
+    tmp_path: Path, whole: bool, changes: dict[str, str], message: str
+):
+    folder = tmp_path / "wan"
+    (wan_pipeline(tiny_wan()) if whole else tiny_wan()).save_pretrained(folder)
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()
+    given = {"--out": "a", "--prompt": "a", "--layers": "0", "--at-steps": "1", "--steps": "3"}
+    options = [word for pair in {**given, **changes}.items() for word in pair]
+    done = CliRunner().invoke(cli.app, ["record", str(folder), *options, "--device", "cpu"])
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
 def test_the_record_command_takes_a_folder_and_predicts(tmp_path: Path):
     folder, out = tmp_path / "wan", tmp_path / "a.safetensors"
     tiny_wan().save_pretrained(folder)
@@ -146,5 +193,6 @@ def test_the_record_command_takes_a_folder_and_predicts(tmp_path: Path):
     assert not out.exists()
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0, done.output
+    assert "a step takes about" in checked.output
     assert f"will take {out.stat().st_size:,} bytes" in checked.output
     assert open_capture(out).entries == [(0, 1)]

@@ -31,6 +31,7 @@ app = typer.Typer(
     help="See, tune and measure sparse attention for video diffusion.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # in "rich" what stands in brackets, [default: all], would vanish
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -214,19 +215,25 @@ def record(
     size: Annotated[
         str | None, typer.Option(help="frames,height,width. [default: the pipeline's own]")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="[default: the pipeline's own]")] = None,
-    guidance: Annotated[float | None, typer.Option(help="[default: the pipeline's own]")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Of the scheduler. [default: the pipeline's own]")
+    ] = None,
+    guidance: Annotated[
+        float | None, typer.Option(help="Of the text. [default: the pipeline's own]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on with an interrupted recording.")] = False,
     limit_mb: Annotated[int, typer.Option(help="Refuse a larger file (MiB).")] = 1024,
-    check: Annotated[bool, typer.Option("--check", help="Say how large, and stop.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say how large and how long, and stop.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Sample with a diffusers pipeline and record q, k, v of chosen layers, steps, heads, rows."""
     from workbench.capture import recording_memory
     from workbench.devices import choose_device
     from workbench.profiles.models import pipeline
-    from workbench.profiles.record import RecordPlan, record_pipeline
+    from workbench.profiles.record import RecordPlan, forecast, record_pipeline
 
     plan = RecordPlan(
         layers=integers("--layers", layers),
@@ -238,14 +245,17 @@ def record(
         order=order,
     )
     sizes = None if size is None else video_size("--size", size)
+    plan.check(model, steps)
     video = pipeline(model, size=sizes, steps=steps, guidance=guidance, device=device)
     spec = plan.spec(video)
     host, on_device = recording_memory(spec, gpu=choose_device(device).type == "cuda")
     typer.echo(f"{out}: will take {spec.total_bytes:,} bytes, {spec.label}")
     typer.echo(f"recording takes up to {host:,} bytes of memory, {on_device:,} on the GPU")
-    if not check:
-        limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}
-        _say_made(record_pipeline(video, plan, spec, out, **limits))
+    if check:
+        typer.echo(forecast(plan, video.step_seconds(prompt)))
+        return
+    limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}
+    _say_made(record_pipeline(video, plan, spec, out, **limits, tell=typer.echo))
 
 
 app.command()(order)

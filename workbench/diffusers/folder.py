@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from workbench.diffusers.families import FAMILIES, family_of
 from workbench.diffusers.package import diffusers_package, dtype_argument
 from workbench.diffusers.wan import wan_pipeline
 
@@ -44,6 +47,45 @@ def open_pipeline(
     _check_text_to_video(pipe, path)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a folder says of its model before any weights are read.
+
+    Attributes:
+        layers, heads: of the self-attention of its (first) transformer.
+        one_call_a_step: whether the scheduler makes as many steps as it is asked for.
+    """
+
+    layers: int
+    heads: int
+    one_call_a_step: bool
+
+
+def outline(folder: str | Path) -> Outline | None:
+    """Layers and heads from the configuration alone; ``None`` where it does not tell.
+
+    Raises:
+        ValueError: a damaged file. ModuleNotFoundError: as of :func:`open_pipeline`.
+    """
+    path = Path(folder)
+    place = next((p for p in (path / "transformer", path) if (p / CONFIG).is_file()), None)
+    config = {} if place is None else _json(place / CONFIG)
+    if config.get("_class_name") not in {family.model for family in FAMILIES}:
+        return None
+    kinds = diffusers_package()
+    with import_module("accelerate").init_empty_weights():
+        model = getattr(kinds, config["_class_name"]).from_config(config)
+    names = family_of(model).attention_modules(model)
+    return Outline(len(names), model.get_submodule(names[0]).heads, _one_call_a_step(path))
+
+
+def _one_call_a_step(path: Path) -> bool:
+    """A scheduler of a higher order calls the model more often."""
+    index = _json(path / INDEX) if (path / INDEX).is_file() else {}
+    _, kind = index.get("scheduler", (None, None))
+    return kind is None or getattr(diffusers_package(), kind).order == 1
 
 
 def _saved(path: Path, dtype: torch.dtype) -> Any:

@@ -111,6 +111,8 @@ def _inputs(text: str) -> dict[str, Any]:
     inputs = mapping(data.get("inputs"), NAME, "inputs")
     check_fields(inputs, (*_FREE, *FIXED, *_NEUTRAL), NAME, "inputs.")
     _check_fixed(inputs)
+    if "tau" in inputs:  # also where a profile names every block, and it does nothing
+        number_of(inputs["tau"], NAME, "inputs.tau")
     return inputs
 
 

@@ -128,6 +128,24 @@ class PipelineVideo:
         grid = TokenGrid(call.grid, call.prefix, call.suffix, call.order)
         return Seen(tuple(times), grid, q.shape[0], q.shape[2], q.shape[3])
 
+    def step_seconds(self, prompt: str) -> float:
+        """How long one denoising step takes, from the first one, after which sampling is stopped.
+
+        The first step is the slowest: kernels are compiled and memory is taken in it.
+        """
+        began: list[float] = []
+
+        def watch(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
+            del q, k, v
+            if not began:
+                began.append(time.perf_counter())
+            if call.step:  # its time was read, so the device has done the step before
+                raise _Enough
+
+        with attach(self.pipe, None, observe=watch), contextlib.suppress(_Enough):
+            self.run(prompt, 0)
+        return time.perf_counter() - began[0]
+
     @property
     def place(self) -> Deployment:
         """What files that count in steps, keys or blocks need."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from torch import Tensor
@@ -12,6 +15,7 @@ from workbench.capture import Capture, CaptureSpec, Selection, open_capture, spr
 from workbench.capture.recorder import Recorder
 from workbench.capture.writer import LIMIT_BYTES
 from workbench.diffusers import attach
+from workbench.diffusers.folder import outline
 from workbench.diffusers.order import token_order
 from workbench.models import AttentionCall
 from workbench.profiles.identity import schedule_mark, weights_mark
@@ -38,6 +42,23 @@ class RecordPlan:
     query_blocks: int | None = None
     order: str = "raster"
 
+    def check(self, folder: str | Path, steps: int | None) -> None:
+        """Refuses what the folder's configuration shows to be wrong, before weights are read.
+
+        Args:
+            folder: of a pipeline or transformer. steps: of the scheduler, if they are given.
+
+        Raises:
+            ValueError, TypeError: a layer, head or step that there is not.
+        """
+        found = outline(folder)
+        if found is None:
+            return
+        _check_below("layers", self.layers, found.layers)
+        _check_below("heads", self.heads or (), found.heads)
+        if steps is not None and found.one_call_a_step:
+            _check_below("at_steps", self.at_steps, checks.integer("steps", steps, minimum=1))
+
     def spec(self, video: PipelineVideo) -> CaptureSpec:
         """What the capture will hold, and so how large it will be; looks at one attention call.
 
@@ -48,12 +69,8 @@ class RecordPlan:
         seen = video.look(self.prompt)
         places = seen.grid
         grid = TokenGrid(places.shape, places.prefix, places.suffix, self.order)
-        for name, values, count in (
-            ("layers", self.layers, len(video.module_names)),
-            ("at_steps", self.at_steps, len(seen.times)),
-        ):
-            for value in values:
-                checks.integer(name, value, maximum=count - 1)
+        _check_below("layers", self.layers, len(video.module_names))
+        _check_below("at_steps", self.at_steps, len(seen.times))
         blocks = self.query_blocks
         chosen = None if blocks is None else spread_blocks(grid.tokens, blocks)
         return CaptureSpec(
@@ -78,6 +95,11 @@ class RecordPlan:
             "weights": weights_mark(video.pipe),
             "scheduler": schedule_mark(video.pipe),
         }
+
+
+def _check_below(name: str, values: tuple[int, ...], count: int) -> None:
+    for value in values:
+        checks.integer(name, value, maximum=count - 1)
 
 
 def spread_plan(
@@ -121,6 +143,7 @@ def record_pipeline(
     *,
     limit_bytes: int = LIMIT_BYTES,
     resume: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Capture:
     """Samples with the model's own attention until every planned call has been recorded.
 
@@ -129,15 +152,22 @@ def record_pipeline(
     Args:
         video: the pipeline with its settings. plan: what to sample and keep. spec: `plan.spec`.
         path, limit_bytes, resume: as of :class:`workbench.capture.recorder.Recorder`.
+        tell: called once, after the first step, with :func:`forecast`.
 
     Raises:
         ValueError, OSError: the file would be too large; nothing is sampled then.
         UnsupportedError: a model that cannot run in the order.
     """
     limits = {"limit_bytes": limit_bytes, "resume": resume, "conditional": "last"}
+    began: list[float] = []
     with Recorder(path, spec, **limits) as recorder:
 
         def observe(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
+            if not began:
+                began.append(time.perf_counter())
+            elif call.step == 1 and len(began) == 1:
+                began.append(time.perf_counter())
+                tell(forecast(plan, began[1] - began[0]))
             recorder.observe(q, k, v, call)
             # Pipelines leave out the steps after that; what they return then is not finished.
             video.pipe._interrupt = recorder.complete
@@ -148,3 +178,10 @@ def record_pipeline(
         ):
             video.run(plan.prompt, plan.seed)
     return open_capture(path)
+
+
+def forecast(plan: RecordPlan, seconds: float) -> str:
+    """How long a recording takes, from the seconds of one step."""
+    steps = max(plan.at_steps) + 1
+    whole = timedelta(seconds=round(seconds * steps))
+    return f"a step takes about {seconds:.1f} s; {steps} steps, to the last call to keep: {whole}"

@@ -59,6 +59,7 @@ def apply_files(
         FileExistsError, FileNotFoundError, ValueError, TypeError, UnsupportedError: a file or an
             option does not fit; nothing is sampled or written then.
     """
+    _check_files(files)
     if not check:
         check_new(out or default_folder("apply"))
     texts = choice.prompts(prompts)
@@ -90,6 +91,17 @@ def apply_files(
     )
     screen.print(f"Run folder: {folder}", style="bold", soft_wrap=True, highlight=False)
     return folder
+
+
+def _check_files(files: Sequence[Path]) -> None:
+    """Two files that are one, or that a table could not tell apart, before a model is loaded."""
+    if len({path.resolve() for path in files}) < len(files):
+        raise ValueError(f"{files[0]} is given twice; give another file beside it, or it alone")
+    names = _names(files)
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"{' and '.join(map(str, files))}: both would be called {names[0]}; rename one of them"
+        )
 
 
 def _inputs(files: Sequence[Path], calibration: Path | None, choice: Choice) -> dict[str, Path]:
