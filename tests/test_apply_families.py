@@ -15,6 +15,7 @@ from tests.pipeline_inputs import PIPELINES
 from tests.test_apply import config
 from workbench.config import AttentionConfig, SkipSoftmaxConfig, VideoSparseAttentionConfig
 from workbench.diffusers import attach
+from workbench.diffusers.folder import Outline, outline
 from workbench.export import export_config
 from workbench.models import AttentionCall
 from workbench.profiles.pipeline import PipelineVideo
@@ -73,6 +74,14 @@ def test_on_a_gpu_the_pipeline_of_every_family_runs_on_the_gpu_kernels(name: str
     assert run.density < 1
     assert torch.isfinite(run.video).all()
     assert not torch.equal(run.video, dense.video)
+
+
+def test_layers_and_heads_are_known_from_the_configuration_alone(model: PipelineVideo, tmp_path):
+    model.pipe.transformer.save_config(tmp_path / "transformer")
+    found = outline(tmp_path)
+    assert found == Outline(len(model.module_names), model.seen.heads, one_call_a_step=True)
+    (tmp_path / "transformer/config.json").write_text('{"_class_name": "Another"}')
+    assert outline(tmp_path) is None
 
 
 def test_a_prompt_reaches_the_text_encoder(model: PipelineVideo):

@@ -367,3 +367,26 @@ def test_the_notebook_needs_one_path_for_a_checkpoint(saved: Path, tmp_path: Pat
     assert "tiny-wan: WanPipeline, transformer and transformer_2 of 2 layers" in printed
     assert "than flat" in printed or "than late" in printed
     assert len(list(tmp_path.glob("run-*/mine.safetensors"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"STEPS": 1}, "STEPS=1: must be at least 2, because the first step of the profile `late`"),
+        (
+            {"SIZE": [13, 96, 128]},
+            r"SIZE=\[13, 96, 128\]: 192 tokens make 3 .*TARGET_DENSITY is 0.4",
+        ),
+    ],
+)
+def test_the_notebook_refuses_what_cannot_be_shown(
+    tmp_path: Path, given: dict[str, Any], message: str
+):
+    papermill = pytest.importorskip("papermill", reason="needs papermill")
+    with pytest.raises(papermill.exceptions.PapermillExecutionError, match=message):
+        papermill.execute_notebook(
+            str(notebooks_dir() / "10_your_own_model.ipynb"),
+            str(tmp_path / "out.ipynb"),
+            {"OUT": str(tmp_path), **given},
+            progress_bar=False,
+        )

@@ -49,7 +49,8 @@ attention_config:
 def test_the_written_file_has_exactly_the_fields_of_the_schema():
     text = dump_config(wrapped(SolAttnConfig(tau=1.5, dense_layers=(3, 1))))
     assert text == (
-        "# Whole if its last line is ...\nattention_config:\n  backend: CUTEDSL\n  sparse_attention_config:\n"
+        "# Whole if its last line is ...\n"
+        "attention_config:\n  backend: CUTEDSL\n  sparse_attention_config:\n"
         "    algorithm: sol_attn\n    tau: 1.5\n    thresh_type: diag\n"
         "    disabled_until_timestep: null\n    dense_layers:\n    - 1\n    - 3\n...\n"
     )

@@ -121,3 +121,22 @@ def test_a_second_run_of_the_capture_notebook_finds_room(tmp_path: Path):
     one, other = (set_up("08_your_own_capture", given) for _ in range(2))
     assert one["folder"] != other["folder"]
     assert one["KEEP"] == [(0, 1)]
+
+
+def test_a_sequence_too_short_for_a_density_is_named_with_both_parameters():
+    parameters.reachable("TARGET", 0.4, "SIZE", (21, 128, 256), 768)
+    message = r"SIZE=\(13, 96, 128\): 192 tokens make 3 of the blocks of 64, of which 78% .*TARGET "
+    with pytest.raises(ValueError, match=message + r"is 0\.4; .* TARGET above 0\.78"):
+        parameters.reachable("TARGET", 0.4, "SIZE", (13, 96, 128), 192)
+    parameters.reachable("TARGET", 0.8, "SIZE", (13, 96, 128), 192)
+    with pytest.raises(ValueError, match="1 of the blocks of 64, of which 100%"):
+        parameters.reachable("TARGET", 0.9, "SIZE", None, 48)
+
+
+def test_a_number_that_is_too_small_is_refused_with_the_reason():
+    parameters.at_least("STEPS", 2, 2, "one is dense")
+    parameters.at_least("STEPS", None, 2, "one is dense")
+    with pytest.raises(ValueError, match="STEPS=1: must be at least 2, because one is dense"):
+        parameters.at_least("STEPS", 1, 2, "one is dense")
+    with pytest.raises(TypeError, match="STEPS"):
+        parameters.at_least("STEPS", True, 2, "one is dense")

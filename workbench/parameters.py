@@ -66,6 +66,36 @@ def blocks(name: str, value: object, tokens: int) -> int:
     return count
 
 
+def reachable(name: str, density: float, size_name: str, size: object, tokens: int) -> None:
+    """A density that the blocks of a sequence beside its diagonal, always exact, leave room for.
+
+    Args:
+        name, density: the parameter that asks for it.
+        size_name, size: the parameter that the sequence comes from. tokens: of the sequence.
+
+    Raises:
+        ValueError: the sequence is too short for it; the message names both parameters.
+    """
+    count = num_blocks(tokens, BLOCK)
+    least = min(1.0, (3 * count - 2) / count**2)
+    if density <= least:
+        raise ValueError(
+            f"{size_name}={size!r}: {tokens:,} tokens make {count} of the blocks of {BLOCK}, of "
+            f"which {least:.0%} of the pairs are always exact, and {name} is {density:g}; take a "
+            f"larger {size_name}, or {name} above {least:.2f}"
+        )
+
+
+def at_least(name: str, value: int | None, minimum: int, why: str) -> None:
+    """An integer, or ``None`` for somebody else's default.
+
+    Raises:
+        TypeError, ValueError: it is too small, and why that matters.
+    """
+    if value is not None and checks.integer(name, value) < minimum:
+        raise ValueError(f"{name}={value}: must be at least {minimum}, because {why}")
+
+
 def calls(
     name: str, values: Sequence[Sequence[int]], layers: int, steps: int
 ) -> list[tuple[int, int]]:

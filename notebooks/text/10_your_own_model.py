@@ -54,9 +54,11 @@ from workbench.tune.settings import TuneSettings
 parameters.between("TARGET_DENSITY", TARGET_DENSITY, 0, 1)
 parameters.distinct("PROMPTS", PROMPTS)
 parameters.distinct("SEEDS", SEEDS)
+parameters.at_least("STEPS", STEPS, 2, "the first step of the profile `late` stays dense")
 folder = parameters.new_folder(OUT)
 model = pipeline(MODEL, size=SIZE, steps=STEPS, guidance=GUIDANCE, device=DEVICE)
 print(model.title)
+parameters.reachable("TARGET_DENSITY", TARGET_DENSITY, "SIZE", SIZE, model.place.keys)
 
 # %% [markdown]
 # ## Attach, and record
