@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from workbench.attention import SparseAttention
 from workbench.attention.log import Verdict
-from workbench.attention.phase import step_time
+from workbench.attention.phase import capturing, step_time
 from workbench.attention.policy import CROSS
 from workbench.diffusers.families import Family, Grid
 
@@ -131,7 +131,11 @@ class Forward:
 
     def _publish(self, timestep: float | Tensor | None) -> None:
         if isinstance(timestep, Tensor) and timestep.dtype in HALVES:
-            timestep = self._unrounded(timestep)
+            read = (
+                self._watched or self.attention.cutoff is not None
+            )  # else nothing may wait for it
+            exact = read and not capturing(timestep)
+            timestep = self._unrounded(timestep) if exact else timestep.float()
         time = self._normalised(timestep)
         self.attention.begin_step(time)
         self._note(time)
