@@ -10,21 +10,18 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from workbench import __version__
 from workbench.bench.commands import bench
 from workbench.calibrate.commands import calibrate, solve
-from workbench.options import integers, three_sizes, video_size
-from workbench.profiles.commands import apply
+from workbench.options import integers, three_sizes
+from workbench.profiles.commands import apply, record
 from workbench.sample.commands import sample
 from workbench.sweep.commands import sweep
 from workbench.tune.commands import order, tune
-
-if TYPE_CHECKING:
-    from workbench.capture import Capture
 
 app = typer.Typer(
     name="workbench",
@@ -196,71 +193,11 @@ def capture(
     typer.echo(f"{out}: will take {spec.total_bytes:,} bytes")
     typer.echo(f"recording takes up to {host:,} bytes of memory, {on_device:,} on the GPU")
     limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}
-    _say_made(record_sampling(model, plan, out, **limits, progress=_terminal()))
+    typer.echo(record_sampling(model, plan, out, **limits, progress=_terminal()).summary)
 
 
-@app.command()
-def record(
-    model: Annotated[Path, typer.Argument(help="Folder of a diffusers pipeline or transformer.")],
-    out: Annotated[Path, typer.Option(help="The capture to make (.safetensors).")],
-    prompt: Annotated[str, typer.Option(help="Text of the video.")],
-    layers: Annotated[str, typer.Option(help="Layers to keep, such as 0,20,39.")],
-    at_steps: Annotated[str, typer.Option(help="Sampler steps to keep, such as 5,25.")],
-    heads: Annotated[str | None, typer.Option(help="Heads to keep. [default: all]")] = None,
-    query_blocks: Annotated[
-        int | None,
-        typer.Option(help="Keep this many blocks of 64 query rows. [default: all]"),
-    ] = None,
-    order: Annotated[str, typer.Option(help="Token order: raster, tile or morton.")] = "raster",
-    size: Annotated[
-        str | None, typer.Option(help="frames,height,width. [default: the pipeline's own]")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Of the scheduler. [default: the pipeline's own]")
-    ] = None,
-    guidance: Annotated[
-        float | None, typer.Option(help="Of the text. [default: the pipeline's own]")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on with an interrupted recording.")] = False,
-    limit_mb: Annotated[int, typer.Option(help="Refuse a larger file (MiB).")] = 1024,
-    check: Annotated[
-        bool, typer.Option("--check", help="Say how large and how long, and stop.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-) -> None:
-    """Sample with a diffusers pipeline and record q, k, v of chosen layers, steps, heads, rows."""
-    from workbench.capture import recording_memory
-    from workbench.devices import choose_device
-    from workbench.profiles.models import pipeline
-    from workbench.profiles.record import RecordPlan, forecast, record_pipeline
-
-    plan = RecordPlan(
-        layers=integers("--layers", layers),
-        at_steps=integers("--at-steps", at_steps),
-        prompt=prompt,
-        seed=seed,
-        heads=None if heads is None else integers("--heads", heads),
-        query_blocks=query_blocks,
-        order=order,
-    )
-    sizes = None if size is None else video_size("--size", size)
-    plan.check(model, steps)
-    video = pipeline(model, size=sizes, steps=steps, guidance=guidance, device=device)
-    spec = plan.spec(video)
-    host, on_device = recording_memory(spec, gpu=choose_device(device).type == "cuda")
-    typer.echo(f"{out}: will take {spec.total_bytes:,} bytes, {spec.label}")
-    typer.echo(f"recording takes up to {host:,} bytes of memory, {on_device:,} on the GPU")
-    if check:
-        typer.echo(forecast(plan, video.step_seconds(prompt)))
-        return
-    limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}
-    _say_made(record_pipeline(video, plan, spec, out, **limits, tell=typer.echo))
-
-
+app.command()(record)
 app.command()(order)
-
-
 app.command()(sample)
 
 
@@ -289,7 +226,7 @@ def synth(
         noise=noise,
     )
     typer.echo(f"{out}: will take {plan.spec().total_bytes:,} bytes")
-    _say_made(write_synthetic(out, plan, limit_bytes=limit_mb * 2**20))
+    typer.echo(write_synthetic(out, plan, limit_bytes=limit_mb * 2**20).summary)
 
 
 _TIMES = typer.Option(help="Denoising time of every served step, falling, such as 1.0,0.97,0.9.")
@@ -357,12 +294,6 @@ app.command()(calibrate)
 app.command()(solve)
 app.command()(apply)
 app.add_typer(bench, name="bench")
-
-
-def _say_made(made: Capture) -> None:
-    pairs = ", ".join(f"({layer}, {step})" for layer, step in made.entries)
-    typer.echo(f"{made.path}: wrote {made.path.stat().st_size:,} bytes, {made.title}")
-    typer.echo(f"(layer, step): {pairs}; sha256 {made.checksum}")
 
 
 def _terminal() -> bool:

@@ -93,6 +93,13 @@ class Capture:
         self.head_indices = spec.selection.kept_heads(spec.heads, spec.call_shape("k")[2])[0]
         self.query_blocks = spec.selection.query_blocks
 
+    @property
+    def summary(self) -> str:
+        """What a command says of a file it made: size and title; contents and checksum."""
+        pairs = ", ".join(f"({layer}, {step})" for layer, step in self.entries)
+        size = f"wrote {self.path.stat().st_size:,} bytes"
+        return f"{self.path}: {size}, {self.title}\n(layer, step): {pairs}; sha256 {self.checksum}"
+
     def load(self, layer: int, step: int) -> QKV:
         """Reads one entry with all its query rows into memory.
 
