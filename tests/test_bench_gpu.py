@@ -496,9 +496,31 @@ def test_calls_on_a_gpu_alternate_behind_a_backlog_each_after_a_flush(monkeypatc
     calls = {"a": diary.call("a"), "b": diary.call("b", steps=3)}
     samples = timing.interleaved_on_gpu(calls, 2)
     warm_up = ["a", "b", "b", "b"] * 2 + ["wait"]
-    one_round = ["flush"] * timing.BACKLOG + ["flush", "a", "flush", "b", "b", "b", "wait"]
-    assert diary.lines == warm_up + one_round * 2
+    assert diary.lines[: len(warm_up)] == warm_up
+    a, b = ["flush", "a"], ["flush", "b", "b", "b"]
+    rounds = [["flush"] * timing.BACKLOG + one + ["wait"] for one in (a + b, b + a)]
+    length = len(rounds[0])
+    found = diary.lines[len(warm_up) :]
+    assert len(found) == 2 * length
+    assert all(found[start : start + length] in rounds for start in (0, length))
     assert samples == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+
+
+def test_every_call_follows_every_other_one_and_two_runs_keep_one_order(monkeypatch):
+    diary = Diary(monkeypatch)
+    calls = {name: diary.call(name) for name in "abc"}
+
+    def order():
+        diary.lines.clear()
+        samples = timing.interleaved_on_gpu(calls, 21)
+        assert samples == {name: [1.0] * 21 for name in "abc"}
+        return "".join(line for line in diary.lines if line in calls)[6:]
+
+    first = order()
+    rounds = [first[start : start + 3] for start in range(0, len(first), 3)]
+    assert all(sorted(one) == list("abc") for one in rounds)
+    assert len({pair for one in rounds for pair in (one[:2], one[1:])}) == 6
+    assert order() == first
 
 
 def test_the_launch_time_is_taken_behind_a_backlog(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import random
 import statistics
 import subprocess
 import time
@@ -20,7 +21,7 @@ CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
 class Timer(Protocol):
-    """Seconds of every call, each called once per round, all in turn."""
+    """Seconds of every call, each called once per round."""
 
     def __call__(self, calls: Calls, repeats: int) -> Samples: ...
 
@@ -42,6 +43,8 @@ def interleaved_on_gpu(calls: Calls, repeats: int) -> Samples:
 
     Before each call the second-level cache is flushed by writing a buffer. Every round starts
     behind a backlog of such writes, so that what is timed is the GPU's work and not the launches.
+    The order of a round is random, the same in every run: at the power limit a call is faster or
+    slower by some percent according to what ran before it.
     """
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     for _ in range(2):
@@ -49,12 +52,14 @@ def interleaved_on_gpu(calls: Calls, repeats: int) -> Samples:
             call()
     torch.cuda.synchronize()
     events = {name: [] for name in calls}
+    order, chance = list(calls), random.Random(0)
     for _ in range(repeats):
         for _ in range(BACKLOG):
             flush.zero_()
-        for name, call in calls.items():
+        chance.shuffle(order)
+        for name in order:
             flush.zero_()
-            events[name].append(_between_events(call))
+            events[name].append(_between_events(calls[name]))
         torch.cuda.synchronize()
     return {name: [a.elapsed_time(b) / 1e3 for a, b in pairs] for name, pairs in events.items()}
 
