@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -360,6 +362,24 @@ def test_an_observer_sees_every_call_and_changes_nothing(case: Case):
         assert (call.model, call.grid, call.step) == ("transformer", GRID, 0)
         assert call.time == pytest.approx(0.5)
     assert [call.layer for *_, call in seen] == sorted([0, 1] * case.calls)
+
+
+@families
+def test_what_an_observer_holds_goes_with_the_attachment(case: Case):
+    """Without waiting for the garbage collector: it may be gigabytes of a GPU."""
+    gc.disable()
+    try:
+        assert _held_by_an_observer(case)() is None
+    finally:
+        gc.enable()
+
+
+def _held_by_an_observer(case: Case) -> weakref.ref[Tensor]:
+    held: list[Tensor] = []
+    model = case.model()
+    with workbench.attach(model, None, observe=lambda *call: held.append(call[0])):
+        case.run(model)
+    return weakref.ref(held[0])
 
 
 def test_a_call_that_cannot_be_observed_is_an_error():

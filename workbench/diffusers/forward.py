@@ -96,7 +96,7 @@ class Forward:
         self._by_hand = False
         # Of a model that is compiled while it is attached, this hook is a part of the graph. Who
         # looks at its calls breaks the graph in any case, and would find no step in them.
-        self._begin_outside: Any = torch.compiler.disable(self.begin)
+        self._begin_outside: Any = torch.compiler.disable(Forward.begin)
 
     def hook(self) -> Callable[..., None]:
         """Goes in front of the transformer, with keyword arguments."""
@@ -108,7 +108,7 @@ class Forward:
         if inside and self._compiled:
             return
         if inside and self._watched:
-            self._begin_outside(args, kwargs)
+            self._begin_outside(self, args, kwargs)
             return
         given = {**dict(zip(self._names, args)), **kwargs}
         self.grid = self.family.grid(self._config, given)

@@ -78,8 +78,9 @@ class Layer:
     ) -> None:
         self.index, self.attention, self.forward = index, attention, forward
         self.observe = observe
-        # Outside of graphs, which know neither step nor time.
-        self._show: Any = torch.compiler.disable(self._show_all)
+        # Outside of graphs, which know neither step nor time. Not bound to this layer: that would
+        # be a cycle, and what an observer holds would stay until the next garbage collection.
+        self._show: Any = torch.compiler.disable(Layer._show_all)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, own: OwnAttention) -> Tensor:
         """Attention of a self-attention call: q, k, v and output [B, T, H, D]."""
@@ -103,7 +104,7 @@ class Layer:
             for piece in pieces
         ]
         if self.observe is not None:
-            self._show(parts)
+            self._show(self, parts)
         if self.attention.goes_dense(q, k, v, whole):
             return self.attention(q, k, v, whole)
         if pieces == [Piece(slice(None), q.shape[1])]:

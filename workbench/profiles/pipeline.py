@@ -110,23 +110,23 @@ class PipelineVideo:
 
     def look(self, prompt: str) -> Seen:
         """The first attention call of a sampling that sees the text; it is stopped there."""
-        found: list[tuple[Tensor, AttentionCall]] = []
+        found: list[tuple[torch.Size, AttentionCall]] = []
 
         def look(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
             del k, v
             if call.half != "first":  # of a guidance batch these pipelines put the text last
-                found.append((q, call))
+                found.append((q.shape, call))
                 raise _Enough
 
         with attach(self.pipe, None, observe=look) as attached:
             falling = attached.models[0].family.falling
             with contextlib.suppress(_Enough):
                 self.run(prompt, 0)
-        ((q, call),) = found
+        ((shape, call),) = found
         train = self.pipe.scheduler.config.num_train_timesteps
         times = [t / train if falling else 1 - t / train for t in self._timesteps()]
         grid = TokenGrid(call.grid, call.prefix, call.suffix, call.order)
-        return Seen(tuple(times), grid, q.shape[0], q.shape[2], q.shape[3])
+        return Seen(tuple(times), grid, shape[0], shape[2], shape[3])
 
     def step_seconds(self, prompt: str) -> float:
         """How long one denoising step takes, from the first one, after which sampling is stopped.
