@@ -1,11 +1,10 @@
-"""The loop over the entries of an item with both products of a step under a softmax (CuTe DSL).
+"""The loop over the entries of an item whose keys go by blocks of 64 (CuTe DSL).
 
-The scores of the next entry are multiplied while the softmax of this one runs, as is the product
-with the values of the entry before. It takes two sets of score registers, so it serves tiles of 64
-keys. Entries go in pairs, because ptxas accepts products in flight inside an iteration only: every
-second product with values is waited for. Scores that the next iteration reads are copied by an
-instruction that the compiler cannot move in front of the wait; otherwise it reads registers of a
-product in flight, and ptxas then waits after every single one.
+A step multiplies the scores of the next entry and the values of the entry before, both under the
+softmax of its own entry, and ends when all of it is there: ptxas serialises products that are in
+flight at a loop's back edge. Two sets of scores and of probabilities change roles from step to
+step. Where an entry lies is computed two steps ahead, in issue slots that the exponentials leave.
+With a vote the values of a dropped entry are not multiplied.
 """
 
 from __future__ import annotations
@@ -17,132 +16,166 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from blockattn.impl.cute import softmax, steps
-from blockattn.impl.cute.items import own_entry, shared_entry
+from blockattn.impl.cute import softmax, steps, votes
+from blockattn.impl.cute.items import next_entry
 from blockattn.impl.cute.shapes import ROWS, Shapes
-
-NONE = -1  # no entry
 
 
 @cute.jit
-def walk_ahead(shapes: Shapes, work: Any, at: Any, own: Int32, tail: Any, phases: Int32) -> Int32:
-    """Folds every entry of an item into the softmax state and the accumulator."""
-    scores = cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
-    now, tile = Int32(NONE), Int32(0)
-    if const_expr(shapes.variant.tail):
-        now, phases = shared_entry(shapes, at.use - tail, phases)
-        found = steps.new_tail(shapes)
-        steps.fetch_tail(shapes, work, at, Int32(0), found)
-        tile = _begin(shapes, work, now, scores)
-        for n in cutlass.range(tail, unroll=1):
-            after, later = Int32(NONE), phases
-            if n + 1 < tail:
-                after, later = shared_entry(shapes, at.use - tail + n + 1, phases)
-            elif own > 0:
-                after, later = own_entry(shapes, at, Int32(0), phases)
-            phases = later
-            weights = steps.tail_weights(shapes, work, n, found)
-            steps.fetch_tail(shapes, work, at, n + 1, found)  # on its way during this step
-            tile = _single(shapes, work, at, now, tile, after, scores, weights)
-            now = after
-    else:
-        if own > 0:
-            now, phases = own_entry(shapes, at, Int32(0), phases)
-            tile = _begin(shapes, work, now, scores)
-    if own > 0:
-        for j in cutlass.range((own - 1) // 2, unroll=1):
-            after, phases = own_entry(shapes, at, 2 * j + 1, phases)
-            other = _multiply_after(shapes, work, after)
-            _fold(shapes, work, at, now, tile, scores, None, None)
-            warpgroup.wait_group(1)
-            tile = steps.take(work, after)
-            last, phases = own_entry(shapes, at, 2 * j + 2, phases)
-            coming = _multiply_after(shapes, work, last)
-            _fold(shapes, work, at, after, tile, other, None, now)
-            warpgroup.wait_group(0)
-            _free(work, after)
-            tile = steps.take(work, last)
-            _copy(coming, scores)
-            now = last
-        if own % 2 == 0:
-            after, phases = own_entry(shapes, at, own - 1, phases)
-            tile = _single(shapes, work, at, now, tile, after, scores, None)
-            now = after
-        _fold(shapes, work, at, now, tile, scores, None, None)
-        warpgroup.wait_group(0)
-        _free(work, now)
+def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phases: Int32) -> Int32:
+    """Folds all entries of an item, ``tail`` tiles of summaries first, into the softmax state."""
+    one, two = (
+        cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
+        for _ in range(2)
+    )
+    first, second = work.p, cute.make_fragment_like(work.p)
+    if total > 0:
+        found = summaries = None
+        if const_expr(shapes.variant.tail):
+            found = steps.new_tail(shapes)
+            steps.fetch_tail(shapes, work, at, Int32(0), found)
+        before, phases = next_entry(shapes, at, Int32(0), at.use % shapes.stages - 1, phases)
+        tile = steps.begin_keys(work, before, two)
+        now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
+        after, phases = next_entry(shapes, at, Int32(2), now[0], phases)
+        if const_expr(shapes.variant.tail):
+            summaries = steps.tail_weights(shapes, work, Int32(0), found)
+        kept, void, tile = _first(
+            shapes, work, at, Int32(0), tile, now, total > 1, summaries, found, two, second, one
+        )
+        left = total - 1  # entries whose probabilities are not computed yet
+        if const_expr(shapes.variant.tail):
+            for n in cutlass.range(1, tail, unroll=1):
+                weights = steps.tail_weights(shapes, work, n, found)
+                following, phases = next_entry(shapes, at, n + 2, after[0], phases)
+                kept, void, tile = _step(
+                    shapes, work, at, n, tile, before, kept, void, after, n + 1 < total, weights, found,
+                    one, first, two, second,
+                )  # fmt: skip
+                before, now, after = now, after, following
+                softmax.move(two, one)
+                softmax.move(first, second)
+            left = total - tail
+        for _ in cutlass.range((left - 1) // 2, unroll=1):
+            number = total - left
+            following, phases = next_entry(shapes, at, number + 2, after[0], phases)
+            kept, void, tile = _step(
+                shapes, work, at, number, tile, before, kept, void, after, True, None, None,
+                one, first, two, second,
+            )  # fmt: skip
+            last, phases = next_entry(shapes, at, number + 3, following[0], phases)
+            kept, void, tile = _step(
+                shapes, work, at, number + 1, tile, now, kept, void, following, True, None, None,
+                two, second, one, first,
+            )  # fmt: skip
+            before, now, after = after, following, last
+            left -= 2
+        if left == 2:
+            kept, void, tile = _step(
+                shapes, work, at, total - 2, tile, before, kept, void, after, True, None, None,
+                one, first, two, second,
+            )  # fmt: skip
+            before, now = now, after
+            softmax.move(two, one)
+            softmax.move(first, second)
+        if left > 0:
+            kept, void, tile = _step(
+                shapes, work, at, total - 1, tile, before, kept, void, None, False, None, None,
+                one, first, two, second,
+            )  # fmt: skip
+            steps.finish_values(shapes, work, now, kept, void, first)
+        else:
+            steps.finish_values(shapes, work, before, kept, void, second)
     return phases
 
 
 @cute.jit
-def _single(
-    shapes: Shapes, work: Any, at: Any, now: Int32, tile: Int32, after: Int32, scores: Any,
-    tail: Any,
-) -> Int32:  # fmt: skip
-    """One entry, with the scores of the next under its softmax; gives the tile of the next."""
-    coming = _multiply_after(shapes, work, after)
-    _fold(shapes, work, at, now, tile, scores, tail, None)
-    warpgroup.wait_group(0)
-    _free(work, now)
-    tile = _arrived(work, after)
-    _copy(coming, scores)
-    return tile
-
-
-@cute.jit
-def _begin(shapes: Shapes, work: Any, entry: Int32, scores: Any) -> Int32:
-    """The scores of the first entry of an item; gives its tile."""
-    found = steps.multiply_keys(shapes, work, entry)
-    warpgroup.wait_group(0)
-    _copy(found, scores)
-    return steps.take(work, entry)
-
-
-@cute.jit
-def _multiply_after(shapes: Shapes, work: Any, entry: Int32) -> Any:
-    """Starts Q K of the next entry; without one it multiplies what there is, to be ignored."""
-    if entry >= 0:
-        steps.wait_for_keys(work, entry)
-    return steps.start_keys(shapes, work, cutlass.max(entry, 0))
-
-
-@cute.jit
-def _arrived(work: Any, entry: Int32) -> Int32:
-    """The tile of an entry whose scores are there, if there is one; its K is released."""
-    tile = Int32(0)
-    if entry >= 0:
-        tile = steps.take(work, entry)
-    return tile
-
-
-@cute.jit
-def _free(work: Any, entry: Int32):
-    """The values of an entry have been multiplied."""
-    steps.release(work, work.call.bars.v_empty + (entry >> 3))
-
-
-def _copy(found: Any, scores: Any) -> None:
-    """Scores that are there, after everything before this."""
-    softmax.pin(found)
-    scores.store(found.load())
-
-
-@cute.jit
-def _fold(
-    shapes: Shapes, work: Any, at: Any, now: Int32, tile: Int32, scores: Any, tail: Any,
-    before: Any,
+def _first(
+    shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, after: Any, more: Any, tail: Any,
+    found: Any, scores: Any, p: Any, coming: Any,
 ):  # fmt: skip
-    """Softmax of an entry, and the start of its product with its values.
+    """Softmax of the first entry of an item, under the scores of the next; like :func:`_step`."""
+    if more:
+        steps.wait_for_keys(work, after)
+    tile_after = steps.tile_of(work, after)
+    steps.start_keys(work, after, coming)
+    kept, void, weights = Int32(1), Int32(0), None
+    if const_expr(tail is None):
+        void = steps.mask(shapes, work, at, scores, tile)
+    else:
+        weights, void = tail
+        softmax.keep_weighted(scores, weights)
+    own = softmax.largest(scores)
+    if const_expr(shapes.variant.skip is not None):
+        kept = _vote(shapes, work, at, own, n, tile, tail)
+    if kept != 0:
+        softmax.rise(work.m, own)
+        softmax.fold(shapes, work, scores, p, weights)
+    if const_expr(tail is not None):
+        steps.fetch_tail(shapes, work, at, n + 1, found)
+    warpgroup.wait_group(0)
+    if more:
+        steps.release(work, work.call.bars.k_empty + after[0])
+    return kept, void, tile_after
 
-    ``tail`` are the weights of a tile of summaries; ``before`` is the entry whose values are still
-    being multiplied. Both may be None.
+
+@cute.jit
+def _step(
+    shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, before: Any, kept: Int32,
+    void: Int32, after: Any, more: Any, tail: Any, found: Any, scores: Any, p: Any,
+    coming: Any, pending: Any,
+):  # fmt: skip
+    """Softmax of an entry, under the scores of the next and the values of the one before.
+
+    Args:
+        n, tile: number and key tile of the entry.
+        before: the entry before; kept: there are probabilities of it, in ``pending``; void: this
+            thread's row of its values is padding.
+        after: the next entry, or None; more: whether there really is one.
+        tail: weights of a tile of summaries, or None; found: room for what those of the next need.
+        scores, p: of the entry; coming: scores of ``after``.
+
+    Returns:
+        Whether the entry is kept, whether its values have padding, and the tile of ``after``.
     """
-    shrink = softmax.per_row()
-    raised, void = steps.take_in(shapes, work, at, scores, tile, tail, shrink)
-    if const_expr(before is not None):
-        warpgroup.wait_group(1)
-        _free(work, before)
-    if raised != 0:
-        softmax.rescale(work.acc, shrink)
-    steps.round_scores(shapes, work, scores)
-    steps.multiply_values(shapes, work, now, void)
+    if kept != 0:
+        steps.multiply_values(shapes, work, before, void, pending)
+    tile_after = Int32(0)
+    if const_expr(after is not None):
+        # Products under a condition are serialised by ptxas; one too many is to be ignored.
+        if more:
+            steps.wait_for_keys(work, after)
+        tile_after = steps.tile_of(work, after)
+        steps.start_keys(work, after, coming)
+    kept, weights = Int32(1), None
+    if const_expr(tail is None):
+        void = steps.mask(shapes, work, at, scores, tile)
+    else:
+        weights, void = tail
+        softmax.keep_weighted(scores, weights)
+    if const_expr(shapes.variant.skip is None):
+        softmax.fold_unseen(shapes, work, scores, p, weights)
+    else:
+        own = softmax.largest(scores)
+        kept = _vote(shapes, work, at, own, n, tile, tail)
+        if kept != 0:
+            softmax.follow(work)
+            softmax.fold(shapes, work, scores, p, weights)
+    if const_expr(tail is not None):
+        steps.fetch_tail(shapes, work, at, n + 1, found)
+    warpgroup.wait_group(0)
+    steps.free(shapes, work, before)
+    if const_expr(after is not None) and more:
+        steps.release(work, work.call.bars.k_empty + after[0])
+    return kept, void, tile_after
+
+
+@cute.jit
+def _vote(shapes: Shapes, work: Any, at: Any, own: Any, n: Int32, tile: Int32, tail: Any) -> Int32:
+    """Whether a tile is kept; one of summaries always is."""
+    kept = Int32(1)
+    if const_expr(tail is None):
+        kept = votes.keep(shapes, work, at, own, tile, at.use + n + 1)
+    else:
+        softmax.rise(work.peak, own)
+    return kept

@@ -14,8 +14,8 @@ from quack import layout_utils, sm90_utils
 from blockattn.impl.cute import softmax
 from blockattn.impl.cute.ahead import walk_ahead
 from blockattn.impl.cute.items import tail_tiles
-from blockattn.impl.cute.producer import tile_ways
-from blockattn.impl.cute.shapes import GROUP, GROUPS, ROWS, SLOTS, WARP, WORDS, Shapes
+from blockattn.impl.cute.producer import announced, tile_ways
+from blockattn.impl.cute.shapes import GROUP, GROUPS, ROWS, WARP, Shapes
 from blockattn.impl.cute.steps import release
 from blockattn.impl.cute.walk import pass_turn, walk
 
@@ -33,15 +33,15 @@ def consume(
     g = work.g
     use, q_phase, phases, taken = Int32(0), Int32(0), Int32(0), Int32(0)
     tail = tail_tiles(shapes, call)
-    if const_expr(shapes.turns) and g == 1:
+    if const_expr(not shapes.ahead) and g == 1:
         pass_turn(work)  # the first group begins
-    is_item, pair, head, batch, both, first, second = _announced(work, taken)
+    is_item, pair, head, batch, both, first, second = announced(call, work.lane, taken)
     while is_item != 0:
+        total = tail + both + (first if g == 0 else second)
         at = SimpleNamespace(
             head=head, batch=batch, row=(pair * GROUPS + g) * ROWS, group=g,
-            use=use + tail, both=both, first=first, second=second,
+            use=use, both=tail + both, fewer=cutlass.min(first, second), total=total,
         )  # fmt: skip
-        own = both + (first if g == 0 else second)
         softmax.clear(work.m, work.l, work.acc)
         if const_expr(shapes.variant.skip is not None):
             work.peak.fill(-Float32.inf)
@@ -49,29 +49,17 @@ def consume(
         if const_expr(shapes.ahead):
             _read_query(shapes, work, s_q)
             release(work, bars.q_empty + g)
-        if const_expr(shapes.ahead):
-            phases = walk_ahead(shapes, work, at, own, tail, phases)
+            phases = walk_ahead(shapes, work, at, total, tail, phases)
         else:
-            phases = walk(shapes, work, at, own, tail, phases)
-        if const_expr(not shapes.ahead):
+            phases = walk(shapes, work, at, total, phases)
             release(work, bars.q_empty + g)
         _write(shapes, work, at, s_out, store_o, out, final)
         use += tail + both + first + second
         q_phase ^= 1
         taken += 1
-        is_item, pair, head, batch, both, first, second = _announced(work, taken)
+        is_item, pair, head, batch, both, first, second = announced(call, work.lane, taken)
     if work.thread < WARP:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def _announced(work: Any, taken: Int32):
-    """What the producer says of item number ``taken`` of this program."""
-    slot, bars, items = taken % SLOTS, work.call.bars, work.call.item
-    cute.arch.mbarrier_wait(bars.item_full + slot, taken // SLOTS & 1)
-    found = [items[i, slot] for i in range(WORDS - 1)]
-    release(work, bars.item_empty + slot)
-    return tuple(found)
 
 
 def _new_work(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Float32) -> Any:
@@ -91,11 +79,18 @@ def _new_work(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Flo
         mma_pv.get_slice(0), (ROWS, dim, columns), None, layout_utils.transpose_view(s_v)
     )
     return SimpleNamespace(
-        call=call, g=g, thread=thread, lane=cute.arch.lane_idx(), unit=unit,
+        call=call, g=g, thread=thread, lane=cute.arch.lane_idx(), unit=softmax.pinned(unit),
+        ragged=_ragged_tile(call.keys, columns),
         mma_qk=mma_qk, mma_pv=mma_pv, thr_qk=mma_qk.get_slice(thread),
         q=q, k=k, v=v, s_v=s_v, p=p, acc=acc,
         m=softmax.per_row(), l=softmax.per_row(), peak=softmax.per_row(),
     )  # fmt: skip
+
+
+@cute.jit
+def _ragged_tile(keys: Int32, columns: int) -> Int32:
+    """The key tile that is not full, or -1."""
+    return keys // columns if keys % columns != 0 else Int32(-1)
 
 
 @cute.jit

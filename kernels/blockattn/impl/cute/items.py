@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from blockattn.impl.cute.shapes import BLOCK, GROUPS, ROWS, Shapes
+from blockattn.impl.cute.shapes import BLOCK, GROUPS, KINDS, ROWS, Shapes
 
 
 @cute.jit
@@ -43,17 +43,6 @@ def entry_counts(shapes: Shapes, call: Any, pair: Int32, head: Int32, batch: Int
     return both, first, second
 
 
-@cute.jit
-def entry_place(own: Int32, group: Int32, both: Int32, first: Int32, second: Int32) -> Int32:
-    """Place in the pair's list of a group's own entry number ``own``, the tail not counted."""
-    alone = own - both
-    fewer = cutlass.min(first, second)
-    place = own
-    if alone >= 0:
-        place = both + (2 * alone + group if alone < fewer else fewer + alone)
-    return place
-
-
 def tail_tiles(shapes: Shapes, call: Any) -> Any:
     """Tiles of block summaries."""
     if not shapes.variant.tail:
@@ -73,26 +62,26 @@ def entry_kind(place: Int32, both: Int32, first: Int32, second: Int32) -> Int32:
 
 
 @cute.jit
-def own_entry(shapes: Shapes, at: Any, own: Int32, phases: Int32):
-    """A group's own entry number ``own``, as it is waited for, and the phases after that.
+def next_entry(shapes: Shapes, at: Any, n: Int32, stage: Int32, phases: Int32):
+    """The group's own entry number ``n``, which lies behind the one in ``stage``.
 
-    A group takes no part in the entries of the other, so it cannot know by counting which phase a
-    stage is in: each kind of entry has its own barrier in a stage, and the group keeps the phase of
-    those that it waits for. The entry is stage * 8 + kind * 2 + phase.
+    Between the entries of one group alone lies one of the other, as long as both have some.
+
+    Returns:
+        The entry as (stage, place of its barrier, phase), and the phases after it. A group takes no
+        part in the entries of the other, so it cannot know by counting which phase a stage is in:
+        each kind of entry has its own barrier in a stage, and the group keeps the phase of those
+        that it waits for. An entry past the last one leaves the phases alone.
     """
-    alone = Int32(1) if own >= at.both else Int32(0)
-    use = at.use + entry_place(own, at.group, at.both, at.first, at.second)
-    return _entry(shapes, use, alone, alone * (1 + at.group), phases)
-
-
-@cute.jit
-def shared_entry(shapes: Shapes, use: Int32, phases: Int32):
-    """The entry of both groups at a use of the rings; otherwise like :func:`own_entry`."""
-    return _entry(shapes, use, Int32(0), Int32(0), phases)
-
-
-@cute.jit
-def _entry(shapes: Shapes, use: Int32, alone: Int32, kind: Int32, phases: Int32):
-    stage = use % shapes.stages
+    alone = Int32(1) if n >= at.both else Int32(0)
+    alternating = n - at.both - 1 + at.group
+    stage += 1
+    if alternating >= 0 and alternating < at.fewer:
+        stage += 1
+    if stage >= shapes.stages:
+        stage -= shapes.stages
     bit = stage * 2 + alone
-    return stage * 8 + kind * 2 + (phases >> bit & 1), phases ^ (1 << bit)
+    phase = phases >> bit & 1
+    if n < at.total:
+        phases = phases ^ (1 << bit)
+    return (stage, stage * KINDS + alone * (1 + at.group), phase), phases

@@ -1,4 +1,4 @@
-"""The warp that fetches Q, block summaries and key tiles through the TMA (CuTe DSL)."""
+"""The warps that fetch Q and K, and V, or their block summaries, through the TMA (CuTe DSL)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from blockattn.impl.cute.items import entry_counts, entry_kind, item_place, tail_tiles
-from blockattn.impl.cute.shapes import GROUPS, KINDS, READERS, ROWS, SLOTS, WARP, Shapes
+from blockattn.impl.cute.shapes import GROUPS, KINDS, READERS, ROWS, SLOTS, WARP, WORDS, Shapes
 
 
 def tile_ways(
@@ -29,10 +29,9 @@ def tile_ways(
 
 
 @cute.jit
-def produce(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, sources: Any):
-    """Every item in turn, as its stages come free."""
-    (load_q, q), (load_k, k), (load_v, v), (load_mean, mean), (load_sum, v_sum) = sources
-    variant, columns = shapes.variant, shapes.columns
+def produce_keys(shapes: Shapes, call: Any, s_q: Any, s_k: Any, sources: Any):
+    """Q and K of every item in turn, as their stages come free; announces the items."""
+    (load_q, q), (load_k, k), (load_mean, mean) = sources
     lane = cute.arch.lane_idx()
     item, taken = cute.arch.block_idx()[0], Int32(0)
     following = cute.arch.shuffle_sync(_next_item(call, lane), 0)
@@ -48,45 +47,84 @@ def produce(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, sources: An
         both_next, first_next, second_next = entry_counts(
             shapes, call, pair_next, head_next, batch_next
         )
-        key_head = head // call.group
         from_q, to_q = tile_ways(shapes, load_q, q, s_q, ROWS, head, batch)
-        from_k, to_k = tile_ways(shapes, load_k, k, s_k, columns, key_head, batch)
-        from_v, to_v = tile_ways(shapes, load_v, v, s_v, columns, key_head, batch)
         for g in cutlass.range_constexpr(GROUPS):
             _fetch_query(shapes, call, lane, g, q_phase, load_q, from_q, to_q, pair)
         q_phase ^= 1
-        if const_expr(variant.tail):
-            from_mean, _ = tile_ways(shapes, load_mean, mean, s_k, columns, key_head, batch)
-            from_sum, _ = tile_ways(shapes, load_sum, v_sum, s_v, columns, key_head, batch)
-            for n in cutlass.range(tail_tiles(shapes, call), unroll=1):
-                _fetch(
-                    shapes, call, lane, use, n, Int32(0),
-                    load_mean, from_mean, to_k, load_sum, from_sum, to_v,
-                )  # fmt: skip
-                use += 1
-        total = both + first + second
-        chunk, ahead = Int32(0), Int32(0)  # entries of 32 lanes: these and the ones after them
-        if const_expr(variant.routed):
-            ahead = _entries(call, batch, head, pair, lane, total)
-        for n in cutlass.range(total, unroll=1):
-            tile = n
-            if const_expr(variant.routed):
-                if n % WARP == 0:
-                    chunk = ahead
-                    ahead = _entries(call, batch, head, pair, n + WARP + lane, total)
-                tile = cute.arch.shuffle_sync(chunk, n % WARP)
-            kind = entry_kind(n, both, first, second)
-            _fetch(
-                shapes, call, lane, use, tile, kind,
-                load_k, from_k, to_k, load_v, from_v, to_v,
-            )  # fmt: skip
-            use += 1
+        use = _fetch_entries(
+            shapes, call, lane, use, pair, head, batch, both, first, second,
+            call.bars.k_empty, call.bars.k_full, s_k, (load_k, k), (load_mean, mean), call.entry,
+        )  # fmt: skip
         taken += 1
         item = following
         following = cute.arch.shuffle_sync(later, 0)
         pair, head, batch = pair_next, head_next, batch_next
         both, first, second = both_next, first_next, second_next
     _announce(call, lane, taken, 0, pair, head, batch, both, first, second)
+
+
+@cute.jit
+def produce_values(shapes: Shapes, call: Any, s_v: Any, sources: Any):
+    """V of every announced item; in a warp of its own, as V stays longer in its ring than K."""
+    tiles, summaries = sources
+    lane, use, taken = cute.arch.lane_idx(), Int32(0), Int32(0)
+    is_item, pair, head, batch, both, first, second = announced(call, lane, taken)
+    while is_item != 0:
+        use = _fetch_entries(
+            shapes, call, lane, use, pair, head, batch, both, first, second,
+            call.bars.v_empty, call.bars.v_full, s_v, tiles, summaries, None,
+        )  # fmt: skip
+        taken += 1
+        is_item, pair, head, batch, both, first, second = announced(call, lane, taken)
+
+
+@cute.jit
+def announced(call: Any, lane: Int32, taken: Int32):
+    """What is announced as item number ``taken`` of this program; to be called by a warp."""
+    slot, items = taken % SLOTS, call.item
+    cute.arch.mbarrier_wait(call.bars.item_full + slot, taken // SLOTS & 1)
+    found = [items[i, slot] for i in range(WORDS - 1)]
+    if lane == 0:
+        cute.arch.mbarrier_arrive(call.bars.item_empty + slot)
+    return tuple(found)
+
+
+@cute.jit
+def _fetch_entries(
+    shapes: Shapes, call: Any, lane: Int32, use: Int32, pair: Int32, head: Int32, batch: Int32,
+    both: Int32, first: Int32, second: Int32, empty: Any, full: Any, shared: Any, tiles: Any,
+    summaries: Any, numbers: Any,
+) -> Int32:  # fmt: skip
+    """K, or V, of every entry of an item; gives the number of the use after them.
+
+    ``numbers``: where the key tile of each stage is noted, or None.
+    """
+    variant, columns, key_head = shapes.variant, shapes.columns, head // call.group
+    load, x = tiles
+    source, target = tile_ways(shapes, load, x, shared, columns, key_head, batch)
+    if const_expr(variant.tail):
+        load_mean, means = summaries
+        mean, _ = tile_ways(shapes, load_mean, means, shared, columns, key_head, batch)
+        for n in cutlass.range(tail_tiles(shapes, call), unroll=1):
+            _fetch(
+                shapes, lane, use, n, Int32(0), empty, full, load_mean, mean, target, numbers
+            )  # fmt: skip
+            use += 1
+    total = both + first + second
+    chunk, ahead = Int32(0), Int32(0)  # entries of 32 lanes: these and the ones after them
+    if const_expr(variant.routed):
+        ahead = _entries(call, batch, head, pair, lane, total)
+    for n in cutlass.range(total, unroll=1):
+        tile = n
+        if const_expr(variant.routed):
+            if n % WARP == 0:
+                chunk = ahead
+                ahead = _entries(call, batch, head, pair, n + WARP + lane, total)
+            tile = cute.arch.shuffle_sync(chunk, n % WARP)
+        kind = entry_kind(n, both, first, second)
+        _fetch(shapes, lane, use, tile, kind, empty, full, load, source, target, numbers)
+        use += 1
+    return use
 
 
 @cute.jit
@@ -137,23 +175,17 @@ def _fetch_query(
 
 @cute.jit
 def _fetch(
-    shapes: Shapes, call: Any, lane: Int32, use: Int32, tile: Int32, kind: Int32,
-    load_k: Any, from_k: Any, to_k: Any, load_v: Any, from_v: Any, to_v: Any,
+    shapes: Shapes, lane: Int32, use: Int32, tile: Int32, kind: Int32,
+    empty: Any, full: Any, load: Any, source: Any, target: Any, numbers: Any,
 ):  # fmt: skip
-    """K and V of a use; of an entry of one group it releases the other's share."""
-    bars, entry = call.bars, call.entry
-    stage, phase = use % shapes.stages, use // shapes.stages & 1 ^ 1
-    size = shapes.columns * shapes.variant.dim * 2
-    for of_stage, of_entry, load, source, target in (
-        (bars.k_empty, bars.k_full, load_k, from_k, to_k),
-        (bars.v_empty, bars.v_full, load_v, from_v, to_v),
-    ):
-        empty, full = of_stage + stage, of_entry + stage * KINDS + kind
-        cute.arch.mbarrier_wait(empty, phase)
-        if lane == 0:
-            if const_expr(load is load_k):
-                entry[stage] = tile
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-            if kind != 0:
-                cute.arch.mbarrier_arrive(empty, arrive_count=READERS // GROUPS)
-        cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=full)
+    """One tile of a ring; of an entry of one group it releases the other's share."""
+    stage = use % shapes.stages
+    arrived = full + stage * KINDS + kind
+    cute.arch.mbarrier_wait(empty + stage, use // shapes.stages & 1 ^ 1)
+    if lane == 0:
+        if const_expr(numbers is not None):
+            numbers[stage] = tile
+        cute.arch.mbarrier_arrive_and_expect_tx(arrived, shapes.columns * shapes.variant.dim * 2)
+        if kind != 0:
+            cute.arch.mbarrier_arrive(empty + stage, arrive_count=READERS // GROUPS)
+    cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=arrived)

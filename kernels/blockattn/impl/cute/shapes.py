@@ -21,12 +21,14 @@ MOST_STAGES = 8
 READERS = GROUPS * GROUP // WARP  # warps that release a stage
 SLOTS = 4  # items that the producer may have announced ahead
 WORDS = 8  # of an announcement: is it an item, pair, head, batch, its three counts; and one unused
+VOTE_BARRIER = 8  # the first of the named barriers of votes
+VOTES = 8  # of them: for each group, tile of an entry and parity of the entry
 KINDS = 4  # of entries: of both groups, of the first, of the second; and one unused
 # Arrivals that end a phase of a barrier: the fetching thread, or every warp that reads.
 ARRIVALS = {
     "q_full": 1, "q_empty": READERS // GROUPS,
     "k_full": 1, "k_empty": READERS, "v_full": 1, "v_empty": READERS,
-    "item_full": 1, "item_empty": READERS,
+    "item_full": 1, "item_empty": READERS + 1,  # and the warp that fetches V
 }  # fmt: skip
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -36,31 +38,33 @@ class Shapes:
     """What follows from a variant.
 
     Attributes:
-        columns: keys of a tile: 64 for what goes by blocks, else 128.
+        columns: keys of a tile: 64 for routes and padded blocks, else 128.
         ahead: scores of the next entry are multiplied under the softmax too, and Q is an operand
             from registers: read from shared memory for every product of 64 x 64, it would take all
-            of its bandwidth. Under a vote neither pays.
-        turns: the products of the two groups alternate, so that one multiplies while the other
-            does its softmax.
+            of its bandwidth. Otherwise the products of the two groups alternate, so that one
+            multiplies while the other does its softmax.
         stages: tiles of K, and of V, in flight.
     """
 
     variant: Variant
     columns: int
     ahead: bool
-    turns: bool
     stages: int
 
     @classmethod
     def of(cls, variant: Variant) -> Shapes:
         """The shapes as measured to be best on an H200."""
-        by_blocks = variant.routed or variant.lengths or variant.skip == BLOCK
+        by_blocks = variant.routed or variant.lengths
         columns = BLOCK if by_blocks else 2 * BLOCK
-        free = variant.skip is None
         fixed = 2 * GROUPS * ROWS * variant.dim * 2 + 1024
         ring = 2 * columns * variant.dim * 2
         stages = min(MOST_STAGES, (SHARED - fixed) // ring)
-        return cls(variant, columns, by_blocks and free, not by_blocks and free, stages)
+        return cls(variant, columns, by_blocks, stages)
+
+    @property
+    def voting_tiles(self) -> int:
+        """Tiles of a key tile that are dropped or kept each for itself."""
+        return self.columns // (self.variant.skip or self.columns)
 
     @property
     def element(self) -> Any:
@@ -102,6 +106,7 @@ class Shapes:
         fields = {
             **{name: words[cutlass.Int64, self.barriers(name)] for name in ARRIVALS},
             "entry": words[cutlass.Int32, self.stages],
+            "notes": words[cutlass.Int32, VOTES],
             "item": words[cutlass.Int32, SLOTS * WORDS],
             "q": query, "out": query, "k": keys, "v": keys,
         }  # fmt: skip

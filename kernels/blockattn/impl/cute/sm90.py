@@ -1,28 +1,32 @@
 """Attention on Hopper (sm_90a): full range or route, tail, padded blocks, causal, LSE (CuTe DSL).
 
 Plan. A program is persistent and takes items (pair of neighbouring query blocks, head, batch) as it
-gets ready for them. It has 384 threads: a warp group whose first warp fetches, and two that
-compute, each 64 query rows of the pair (two query blocks of a route).
-  Tiles     K and V of COLUMNS keys: 64 where keys go by blocks, else 128. Q of 64 rows a group.
+gets ready for them. It has 384 threads: a warp group of which one warp fetches Q and K and another
+V, and two that compute, each 64 query rows of the pair (two query blocks of a route).
+  Tiles     K and V of COLUMNS keys: 64 for routes and padded blocks, else 128. Q of 64 rows a
+            group.
   Shared    rings of STAGES tiles of K and of V, Q and output of both groups: 224 kB at D = 128 with
             5 stages of 64 keys, 192 kB with 2 of 128.
-  Registers 24 for the fetching group, 240 for the others: 64 accumulate the output (D = 128), 32 or
-            64 hold scores, 16 or 32 probabilities, 32 hold Q where it is an operand from registers.
+  Registers 24 for the fetching group, 240 for the others: 64 accumulate the output (D = 128); two
+            sets of 32, or one of 64, hold scores, as many bits of two sets probabilities; 32 hold Q
+            where it is an operand from registers.
   Sharing   Both groups walk one ring. A pair's entries come in the order: summaries of the tail,
             key blocks of both query blocks, then those of one alone in turn. From the three counts
-            a group knows the place of each of its own entries and looks at no other; the producer
-            releases an entry of one group on behalf of the other.
+            a group knows the stage of its next entry and looks at no other; the producer releases
+            an entry of one group on behalf of the other.
   Overlap   Products run under the softmax of the same group (``walk``, ``ahead``); the other group
-            fills what is left.
+            fills what is left. What limits a group is its chain of instructions, so that one looks
+            at no maxima where nothing votes (``softmax``) and computes places of entries early.
 Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to release):
-  item_full[n]    groups for the item that the producer begins; item_empty[n] the other way
+  item_full[n]    groups and the warp that fetches V for the item that the other begins;
+                  item_empty[n] the other way
   q_full[g]       group g for its Q; q_empty[g] producer until the 4 warps of g have read it
   k_full[s][kind] groups for K, and its number; kind: entry of both groups, of the first, of the
                   second, because a group cannot tell phases in which it has no part
   k_empty[s]      producer until both groups have multiplied
   v_full[s][kind], v_empty[s] likewise for V
-Named barriers 1 and 2: a group around its output tile, which leaves by TMA; 3 and 4: votes; 5 and
-6: padding of V blanked; 7 and 8: whose turn it is to multiply.
+Named barriers 1 and 2: a group around its output tile, which leaves by TMA; 3 and 4: whose turn it
+is to multiply; 5 and 6: padding of V blanked; 8 to 15: votes.
 The reference of a row is kept in raw units (q . k); the scale enters inside exp2 only.
 """
 
@@ -38,8 +42,8 @@ from cutlass.cute.nvgpu import cpasync
 from quack import layout_utils
 
 from blockattn.impl.cute.consumer import consume
-from blockattn.impl.cute.producer import produce
-from blockattn.impl.cute.shapes import ARRIVALS, GROUP, GROUPS, ROWS, SLOTS, WORDS, Shapes
+from blockattn.impl.cute.producer import produce_keys, produce_values
+from blockattn.impl.cute.shapes import ARRIVALS, GROUP, GROUPS, ROWS, SLOTS, VOTES, WORDS, Shapes
 from blockattn.impl.cute.variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -156,17 +160,20 @@ class Attention:
             bars=bars, entry=storage.entry.get_tensor(cute.make_layout(shapes.stages)),
             item=storage.item.get_tensor(cute.make_layout((WORDS, SLOTS))), counter=counter,
             pair_index=pair_index, pair_count=pair_count, words=words, lse=lse,
+            notes=storage.notes.get_tensor(cute.make_layout(VOTES)),
             tail_lengths=tail_lengths, block_lengths=block_lengths, dropped=dropped, limit=limit,
             queries=queries, keys=keys, pairs=pairs, items=items, heads=heads, group=group,
         )  # fmt: skip
+        if cute.arch.thread_idx()[0] < VOTES:
+            call.notes[cute.arch.thread_idx()[0]] = Int32(0)
         _init_barriers(shapes, bars, warp)
         if warp < GROUP // cute.arch.WARP_SIZE:
             cute.arch.setmaxregister_decrease(24)
             if warp == 0:
-                sources = (
-                    (load_q, q), (load_k, k), (load_v, v), (load_mean, mean), (load_sum, v_sum),
-                )  # fmt: skip
-                produce(shapes, call, s_q, s_k, s_v, sources)
+                sources = (load_q, q), (load_k, k), (load_mean, mean)
+                produce_keys(shapes, call, s_q, s_k, sources)
+            elif warp == 1:
+                produce_values(shapes, call, s_v, ((load_v, v), (load_sum, v_sum)))
         else:
             cute.arch.setmaxregister_increase(240)
             unit, final = _number(scale) * LOG2_E, _number(scale_output)

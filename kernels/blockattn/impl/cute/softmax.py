@@ -1,8 +1,10 @@
-"""Online softmax on the accumulators of one warp group: masks, vote, update, finish (CuTe DSL).
+"""Online softmax on the accumulators of one warp group: masks, update, finish (CuTe DSL).
 
 A thread of a warp group holds two rows of a 64-row tile; four neighbouring threads share a row. The
-reference m, a maximum or up to LAG below it, is kept in raw units (q . k) and is the same in the
-four; the sum l is a share of each thread until :func:`finish` adds the shares up.
+reference m, which trails the running maximum by a bounded amount, is kept in raw units (q . k) and
+is the same in the four; the sum l is a share of each thread until :func:`finish` adds the shares
+up. Floating-point numbers lose nothing by a reference that trails, so that probabilities are first
+computed with the one there is: only sums that come out too large send a warp back to the maxima.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from quack import layout_utils
 
 LN_2 = 0.6931471805599453
 LAG = 8.0  # base-2 units by which a row's reference may trail its maximum
+# The same where only sums are looked at: probabilities stay within the numbers of their dtype.
+LAGS = {"bf16": 32.0, "fp16": 15.0}
 SHARERS = 4  # threads of a row
+PAIRS = {"bf16": "bf16x2", "fp16": "f16x2"}
 
 
 def rows_of(x: Any) -> Any:
@@ -97,9 +103,9 @@ def largest(scores: Any) -> Any:
 
 
 @cute.jit
-def _sum(row: Any, weights: Any, start: Float32) -> Float32:
-    """``start`` plus a thread's share of a row, each element times its weight."""
-    total = [start, Float32(0.0)]
+def _sum(row: Any, weights: Any) -> Float32:
+    """A thread's share of the sum of a row, each element times its weight."""
+    total = [Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(row)):
         if const_expr(weights is None):
             total[j % 2] = total[j % 2] + row[j]
@@ -109,37 +115,88 @@ def _sum(row: Any, weights: Any, start: Float32) -> Float32:
 
 
 @cute.jit
-def follow(own: Any, m: Any, l: Any, unit: Float32, shrink: Any) -> Int32:
-    """Raises the reference m of a warp's rows once one of them is outgrown by a tile's maxima.
-
-    A reference may trail by ``LAG``: probabilities then reach 2^LAG, which costs no precision in
-    floating point, and the accumulator seldom has to be multiplied.
-
-    Returns:
-        1 if so: the accumulator must then be multiplied with ``shrink``.
-    """
-    outgrown = False
+def rise(peak: Any, own: Any):
+    """A running maximum takes in the largest scores of a tile."""
     for r in cutlass.range_constexpr(2):
-        outgrown = outgrown or (own[r] - m[r]) * unit > LAG
-    raised = Int32(0)
-    if cute.arch.vote_any_sync(outgrown):
-        raised = Int32(1)
-        for r in cutlass.range_constexpr(2):
-            top = cute.arch.fmax(m[r], own[r])
-            shrink[r] = cute.math.exp2((m[r] - _finite(top)) * unit, fastmath=True)
-            l[r] = l[r] * shrink[r]
-            m[r] = top
-    return raised
+        peak[r] = cute.arch.fmax(peak[r], own[r])
 
 
 @cute.jit
-def fold(scores: Any, m: Any, l: Any, unit: Float32, weights: Any):
-    """Scores become probabilities relative to m, and enter the sums l."""
-    s = rows_of(scores)
+def fold(shapes: Any, work: Any, scores: Any, p: Any, weights: Any):
+    """Scores become probabilities p relative to m, and enter the sums l."""
+    share = per_row()
+    _exponentiate(shapes, work, scores, p, weights, share)
+    _add(work.l, share)
+
+
+@cute.jit
+def follow(work: Any):
+    """Raises the reference m of a warp's rows once one of them is outgrown by its maximum."""
+    outgrown = False
     for r in cutlass.range_constexpr(2):
-        shift = _finite(m[r]) * unit
-        s[r, None].store(cute.math.exp2(s[r, None].load() * unit - shift, fastmath=True))
-        l[r] = _sum(s[r, None], weights, l[r])
+        outgrown = outgrown or (work.peak[r] - work.m[r]) * work.unit > LAG
+    if cute.arch.vote_any_sync(outgrown):
+        _raise(work, work.peak)
+
+
+@cute.jit
+def fold_unseen(shapes: Any, work: Any, scores: Any, p: Any, weights: Any):
+    """The same where no maxima are known: the sums tell whether a row outgrew its reference.
+
+    A thread's sum bounds each of its probabilities. Before a row's first key the reference is -inf,
+    and the sum infinite or not a number.
+    """
+    share = per_row()
+    _exponentiate(shapes, work, scores, p, weights, share, guard=False)
+    if cute.arch.vote_any_sync(not (share[0] + share[1] <= 2.0 ** LAGS[shapes.variant.dtype])):
+        move(scores, scores)  # or the compiler shares products with what was computed above
+        _raise(work, largest(scores))
+        _exponentiate(shapes, work, scores, p, weights, share)
+    _add(work.l, share)
+
+
+def _add(l: Any, share: Any) -> None:
+    for r in range(2):
+        l[r] = l[r] + share[r]
+
+
+@cute.jit
+def _raise(work: Any, own: Any):
+    """The reference becomes the running maximum; products with the accumulator must be done."""
+    warpgroup.wait_group(0)
+    shrink = per_row()
+    for r in cutlass.range_constexpr(2):
+        top = cute.arch.fmax(work.m[r], own[r])
+        shrink[r] = cute.math.exp2((work.m[r] - _finite(top)) * work.unit, fastmath=True)
+        work.l[r] = work.l[r] * shrink[r]
+        work.m[r] = top
+    rescale(work.acc, shrink)
+
+
+@cute.jit
+def _exponentiate(
+    shapes: Any, work: Any, scores: Any, p: Any, weights: Any, share: Any,
+    guard: cutlass.Constexpr[bool] = True,
+):  # fmt: skip
+    """Probabilities relative to m, rounded into the operand p, and a thread's share of their sums.
+
+    ``guard``: those of a row without any key so far, whose m is -inf, are 0.
+    """
+    exact = cute.make_fragment_like(scores)
+    s, e = rows_of(scores), rows_of(exact)
+    for r in cutlass.range_constexpr(2):
+        shift = (_finite(work.m[r]) if const_expr(guard) else work.m[r]) * work.unit
+        e[r, None].store(cute.math.exp2(s[r, None].load() * work.unit - shift, fastmath=True))
+        share[r] = _sum(e[r, None], weights)
+    _round(shapes, layout_utils.reshape_acc_to_frgA(exact), p)
+
+
+@cute.jit
+def _round(shapes: Any, exact: Any, p: Any):
+    """Rounds to the inputs' dtype at this very point: later it would take twice the registers."""
+    pairs = cute.recast_tensor(p, Int32)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        pairs[i] = _pair(exact[2 * i + 1], exact[2 * i], shapes.variant.dtype)
 
 
 @cute.jit
@@ -170,18 +227,20 @@ def finish(m: Any, l: Any, unit: Float32, scale_output: Float32) -> tuple[Any, A
 
 
 @cute.jit
-def vote(objects: Int32, barrier: Int32, threads: int) -> Int32:
-    """1 if any of the ``threads`` threads that meet at a named barrier objects, else 0."""
-    return cute.arch.inline_ptx(
-        "{ .reg .pred mine, any; setp.ne.s32 mine, {$r0}, 0; "
-        "barrier.cta.red.or.pred any, {$r1}, {$r2}, mine; selp.s32 {$w0}, 1, 0, any; }",
-        write_only_types=[Int32],
-        read_only_args=[objects, barrier, Int32(threads)],
-    )
+def move(source: Any, target: Any):
+    """Copies registers at this very point of the program.
+
+    The compiler would otherwise read those of a product in flight, and ptxas then wait after every
+    single one.
+    """
+    source, target = (cute.recast_tensor(x, Float32) for x in (source, target))
+    for j in cutlass.range_constexpr(cute.size(source)):
+        target[j] = pinned(source[j])
 
 
 @dsl_user_op
-def _pinned(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+def pinned(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """x in a register from here on, instead of computed again where it is used."""
     kind = llvm.AsmDialect.AD_ATT
     value = Float32(x).ir_value(loc=loc, ip=ip)
     return Float32(
@@ -191,8 +250,11 @@ def _pinned(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     )
 
 
-@cute.jit
-def pin(x: Any):
-    """Copies registers onto themselves at this very point of the program."""
-    for j in cutlass.range_constexpr(cute.size(x)):
-        x[j] = _pinned(x[j])
+@dsl_user_op
+def _pair(high: Float32, low: Float32, dtype: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    text = f"cvt.rn.{PAIRS[dtype]}.f32 $0, $1, $2;"
+    kind = llvm.AsmDialect.AD_ATT
+    return Int32(
+        llvm.inline_asm(T.i32(), values, text, "=r,f,f", has_side_effects=True, asm_dialect=kind)
+    )

@@ -7,10 +7,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from quack import layout_utils, sm90_utils
+from cutlass.cute.nvgpu import warpgroup
+from quack import sm90_utils
 
 from blockattn.impl.cute import softmax
-from blockattn.impl.cute.shapes import BLOCK, GROUP, ROWS, Shapes
+from blockattn.impl.cute.shapes import BLOCK, GROUP, Shapes
 
 VALUES_BARRIER = 5  # and one more for the second group
 
@@ -22,41 +23,73 @@ def release(work: Any, barrier: Any):
         cute.arch.mbarrier_arrive(barrier)
 
 
-@cute.jit
-def multiply_keys(shapes: Shapes, work: Any, entry: Int32) -> Any:
-    """Starts Q K of an entry and gives its scores, which are there after a wait."""
-    wait_for_keys(work, entry)
-    return start_keys(shapes, work, entry)
-
-
-def wait_for_keys(work: Any, entry: Int32) -> None:
+def wait_for_keys(work: Any, entry: Any) -> None:
     """K of an entry is in shared memory."""
-    cute.arch.mbarrier_wait(work.call.bars.k_full + (entry >> 1), entry & 1)
+    _, place, phase = entry
+    cute.arch.mbarrier_wait(work.call.bars.k_full + place, phase)
 
 
-def start_keys(shapes: Shapes, work: Any, entry: Int32) -> Any:
-    """The scores of an entry whose K is there, in new registers."""
-    return sm90_utils.gemm_zero_init(
-        work.mma_qk, (ROWS, shapes.columns), work.q, work.k, B_idx=entry >> 3
-    )
+def wait_for_values(work: Any, entry: Any) -> None:
+    """V of an entry is in shared memory."""
+    _, place, phase = entry
+    cute.arch.mbarrier_wait(work.call.bars.v_full + place, phase)
+
+
+def tile_of(work: Any, entry: Any) -> Int32:
+    """The key tile of an entry whose K is there."""
+    return work.call.entry[entry[0]]
+
+
+def start_keys(work: Any, entry: Any, scores: Any) -> None:
+    """Starts Q K of an entry whose K is there; its scores are right after a wait."""
+    sm90_utils.gemm_w_idx(work.mma_qk, scores, work.q, work.k, True, B_idx=entry[0])
 
 
 @cute.jit
-def take(work: Any, entry: Int32) -> Int32:
-    """The key tile of an entry whose scores are there; its K is released."""
-    tile = work.call.entry[entry >> 3]
-    release(work, work.call.bars.k_empty + (entry >> 3))
+def begin_keys(work: Any, entry: Any, scores: Any) -> Int32:
+    """The scores of an entry, at once; gives its key tile."""
+    wait_for_keys(work, entry)
+    tile = tile_of(work, entry)
+    start_keys(work, entry, scores)
+    warpgroup.wait_group(0)
+    release(work, work.call.bars.k_empty + entry[0])
     return tile
 
 
 @cute.jit
-def multiply_values(shapes: Shapes, work: Any, entry: Int32, void: Int32):
+def multiply_values(shapes: Shapes, work: Any, entry: Any, void: Int32, p: Any):
     """Starts the accumulation of P V of an entry."""
-    stage = entry >> 3
-    cute.arch.mbarrier_wait(work.call.bars.v_full + (entry >> 1), entry & 1)
+    wait_for_values(work, entry)
     if const_expr(shapes.variant.lengths):
-        _blank(shapes, work, stage, void)
-    sm90_utils.gemm_w_idx(work.mma_pv, work.acc, work.p, work.v, False, B_idx=stage)
+        _blank(shapes, work, entry[0], void)
+    accumulate(work, entry, p, 0, shapes.columns)
+
+
+def accumulate(work: Any, entry: Any, p: Any, first: int, last: int) -> None:
+    """Starts P V of the keys ``first`` to ``last`` - 1 of an entry; both are multiples of 16."""
+    warpgroup.fence()
+    mma = cute.make_mma_atom(work.mma_pv.op)
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    for k in range(first // 16, last // 16):
+        cute.gemm(mma, work.acc, p[None, None, k], work.v[None, None, k, entry[0]], work.acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def finish_values(shapes: Shapes, work: Any, entry: Any, kept: Int32, void: Int32, p: Any):
+    """P V of the last entry of an item, if it is kept."""
+    if kept != 0:
+        multiply_values(shapes, work, entry, void, p)
+        warpgroup.wait_group(0)
+    free(shapes, work, entry)
+
+
+@cute.jit
+def free(shapes: Shapes, work: Any, entry: Any):
+    """The values of an entry have been multiplied, or are not wanted."""
+    if const_expr(shapes.variant.skip is not None):  # they may not even have come
+        wait_for_values(work, entry)
+    release(work, work.call.bars.v_empty + entry[0])
 
 
 @cute.jit
@@ -79,49 +112,18 @@ def _blank(shapes: Shapes, work: Any, stage: Int32, void: Int32):
 @cute.jit
 def mask(shapes: Shapes, work: Any, at: Any, scores: Any, tile: Int32) -> Int32:
     """Hides what a query must not see; gives whether the thread's row of values is padding."""
-    call = work.call
+    call, padding = work.call, Int32(0)
     start = tile * shapes.columns
-    valid = call.keys - start
     if const_expr(shapes.variant.lengths):
-        valid = cutlass.min(valid, call.block_lengths[tile])
-    if valid < shapes.columns:
-        softmax.keep_columns(scores, work.thr_qk, valid)
+        valid = cutlass.min(call.keys - start, call.block_lengths[tile])
+        padding = Int32(1) if work.thread // 2 >= valid else Int32(0)
+        if valid < shapes.columns:
+            softmax.keep_columns(scores, work.thr_qk, valid)
+    elif tile == work.ragged:
+        softmax.keep_columns(scores, work.thr_qk, call.keys - start)
     if const_expr(shapes.variant.causal) and at.row - start < shapes.columns - 1:
         softmax.keep_past(scores, work.thr_qk, at.row - start)
-    return Int32(1) if work.thread // 2 >= valid else Int32(0)
-
-
-@cute.jit
-def take_in(shapes: Shapes, work: Any, at: Any, scores: Any, tile: Int32, tail: Any, shrink: Any):
-    """Takes the scores of a tile into the softmax state.
-
-    Returns:
-        Whether the accumulator must be multiplied with ``shrink``, and whether this thread's row of
-        the tile's values is padding.
-    """
-    weights, void = None, Int32(0)
-    if const_expr(tail is not None):
-        weights, void = tail
-        softmax.keep_weighted(scores, weights)
-    else:
-        void = mask(shapes, work, at, scores, tile)
-    own = softmax.largest(scores)
-    raised = softmax.follow(own, work.m, work.l, work.unit, shrink)
-    softmax.fold(scores, work.m, work.l, work.unit, weights)
-    if const_expr(shapes.variant.skip is not None):
-        rise(work, own)
-    return raised, void
-
-
-def rise(work: Any, own: Any) -> None:
-    """The exact running maximum, which a vote compares with."""
-    for r in range(2):
-        work.peak[r] = cute.arch.fmax(work.peak[r], own[r])
-
-
-def round_scores(shapes: Shapes, work: Any, scores: Any) -> None:
-    """Probabilities in the inputs' dtype, as an operand."""
-    work.p.store(layout_utils.reshape_acc_to_frgA(scores).load().to(shapes.element))
+    return padding
 
 
 @cute.jit

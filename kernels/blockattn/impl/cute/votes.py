@@ -1,4 +1,9 @@
-"""The vote of a tile's rows whether to drop it (CuTe DSL); skip_vsa_quant specification 2."""
+"""The vote of a tile's rows whether to drop it (CuTe DSL); skip_vsa_quant specification 2.
+
+A warp with a row that objects has decided: it notes so and goes on. Only a warp without one waits
+for the others, so that a call that drops little seldom waits. Votes in turn use two barriers, as a
+warp that goes on may reach the next one while another still waits at this one.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +13,55 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from blockattn.impl.cute import softmax, steps
-from blockattn.impl.cute.shapes import BLOCK, GROUP, GROUPS, Shapes
-
-VOTE_BARRIER = 3  # and one more for the second group
+from blockattn.impl.cute import softmax
+from blockattn.impl.cute.shapes import BLOCK, GROUP, GROUPS, VOTE_BARRIER, Shapes
 
 
 @cute.jit
-def keep(shapes: Shapes, work: Any, at: Any, own: Any) -> Int32:
-    """Whether a row of the voting tile gains too much, in base-2 units, to drop it."""
+def keep(
+    shapes: Shapes, work: Any, at: Any, own: Any, tile: Int32, number: Int32, part: int = 0
+) -> Int32:
+    """Whether a row of the voting tile gains too much, in base-2 units, to drop it.
+
+    A tile that is kept raises the running maximum, another one is marked in the map.
+
+    Args:
+        own: largest score of each row.
+        tile: of the map.
+        number: of the entry among those of this program; grows by one from vote to vote.
+        part: which tile of the entry.
+    """
     places = softmax.coordinates(work.thr_qk, shapes.columns)
-    objects = Int32(0)
+    objects = False
     for r in cutlass.range_constexpr(2):
         gain = -Float32.inf if own[r] == -Float32.inf else (own[r] - work.peak[r]) * work.unit
         alive = at.row + places[r, 0][0] < work.call.queries
-        if alive and not (gain < work.call.limit):
-            objects = Int32(1)
+        objects = objects or (alive and not (gain < work.call.limit))
+    slot, threads = part * 2 + (number & 1), GROUPS * GROUP
     if const_expr(shapes.variant.skip == BLOCK):
-        return softmax.vote(objects, VOTE_BARRIER + work.g, GROUP)
-    return softmax.vote(objects, Int32(VOTE_BARRIER), GROUPS * GROUP)
+        slot, threads = slot + work.g * 4, GROUP
+    notes, kept = work.call.notes, Int32(1)
+    if cute.arch.vote_any_sync(objects):
+        if work.lane == 0:
+            notes[slot] = number
+        cute.arch.barrier_arrive(barrier_id=VOTE_BARRIER + slot, number_of_threads=threads)
+    else:
+        cute.arch.barrier(barrier_id=VOTE_BARRIER + slot, number_of_threads=threads)
+        if notes[slot] != number:
+            kept = Int32(0)
+    if kept != 0:
+        softmax.rise(work.peak, own)
+    else:
+        _mark(shapes, work, at, tile)
+    return kept
 
 
 @cute.jit
-def drop(shapes: Shapes, work: Any, at: Any, entry: Int32, tile: Int32):
-    """Releases the values of a dropped entry and marks it in the map."""
-    dropped = work.call.dropped
-    cute.arch.mbarrier_wait(work.call.bars.v_full + (entry >> 1), entry & 1)
-    steps.release(work, work.call.bars.v_empty + (entry >> 3))
-    if work.thread == 0 and at.row < work.call.queries:
-        dropped[at.batch, at.head, at.row // shapes.variant.skip, tile] = cutlass.Int8(1)
+def _mark(shapes: Shapes, work: Any, at: Any, tile: Int32):
+    """Notes a dropped tile, unless it lies outside the map or in the future of every row."""
+    dropped, skip = work.call.dropped, shapes.variant.skip
+    inside = at.row < work.call.queries and tile < dropped.shape[3]
+    if const_expr(shapes.variant.causal):
+        inside = inside and tile * skip < at.row + skip
+    if work.thread == 0 and inside:
+        dropped[at.batch, at.head, at.row // skip, tile] = cutlass.Int8(1)
