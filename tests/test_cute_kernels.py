@@ -6,6 +6,7 @@ mathematics in plain PyTorch at the inputs' dtype, plus one rounding of the outp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -250,6 +251,33 @@ def test_a_row_that_objects_alone_keeps_the_tile_of_its_block():
         assert truth.skipped is not None
         assert result.skipped == truth.skipped
         assert not truth.skipped.dense()[0, 0, row // 64, 2]
+
+
+LEVELS = {  # of the scores of key blocks in base-2 units, beside noise
+    "rise by less than a reference may trail": [0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40],
+    "rise beyond float32": [0, 100, 200, 300, 50, 400, 500, 600, 700, 20, 800],
+    "fall": [800, 700, 100, 90, 80, 0, -50, -100, -200, -300, -800],
+    "one stands out": [0, 0, 0, 0, 0, 0, 0, 0, 0, 300, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("name", ["dense", "route", "tail", "padded", "skip", "skip 128"])
+def test_a_reference_follows_scores_of_any_height(name, levels, dtype):
+    q, k, v = gaussian(650, dtype=dtype)
+    height = torch.tensor(LEVELS[levels], device=DEVICE).repeat_interleave(64)[:650]
+    q[..., 0], k[..., 0] = 8, height[:, None] * math.log(2) * 128**0.5 / 8
+    settings = dict(CASES.get(name, {}))
+    if name in ("route", "tail"):
+        settings["route"] = random_route(q, k, 0.6)
+    if name == "tail":
+        settings["tail"] = BlockSummary.of(k, v)
+    if name == "padded":
+        lengths = torch.tensor([64, 64, 0, 9, 64, 64, 64, 30, 64, 64, 10], device=DEVICE)
+        settings["block_lengths"] = lengths.int()
+    result, truth = assert_follows_reference(make_problem(q, k, v, want_trace=True, **settings))
+    assert result.skipped == truth.skipped
 
 
 def test_rows_without_keys_are_zero_and_minus_infinity():

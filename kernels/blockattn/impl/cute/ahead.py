@@ -49,8 +49,8 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
                 weights = steps.tail_weights(shapes, work, n, found)
                 following, phases = next_entry(shapes, at, n + 2, after[0], phases)
                 kept, void, tile = _step(
-                    shapes, work, at, n, tile, before, kept, void, after, n + 1 < total, weights, found,
-                    one, first, two, second,
+                    shapes, work, at, n, tile, before, kept, void, after, n + 1 < total,
+                    weights, found, one, first, two, second,
                 )  # fmt: skip
                 before, now, after = now, after, following
                 softmax.move(two, one)

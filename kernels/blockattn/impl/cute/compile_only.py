@@ -19,6 +19,7 @@ from blockattn.impl.cute.variant import Variant
 
 INSTRUCTIONS: Mapping[str, str] = {
     "wgmma": r"HGMMA",
+    "matrix wait": r"WARPGROUP\.DEPBAR",
     "tma load": r"UTMALDG",
     "tma store": r"UTMASTG",
     "exp2": r"MUFU\.EX2",
