@@ -29,7 +29,7 @@ from blockattn.quant_formats import (
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
 import triton.language as tl  # noqa: E402
 
-from blockattn.impl.triton import quantise  # noqa: E402
+from blockattn.impl.triton import encode, nvfp4, quantise  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENCODERS = {
@@ -183,14 +183,14 @@ def test_random_tensors_of_any_range(name, seed, spread, exponent, dtype):
 @triton.jit
 def e4m3_of(x_ptr, out_ptr, COUNT: tl.constexpr, CONVERT: tl.constexpr):
     place = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    tl.store(out_ptr + place, quantise._e4m3(tl.load(x_ptr + place), CONVERT))
+    tl.store(out_ptr + place, encode._e4m3(tl.load(x_ptr + place), CONVERT))
 
 
 @triton.jit
 def e2m1_of(x_ptr, scale_ptr, out_ptr, COUNT: tl.constexpr, FUSED: tl.constexpr):
     place = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    size = quantise._quotient(tl.load(x_ptr + place), tl.load(scale_ptr + place), FUSED)
-    tl.store(out_ptr + place, quantise._e2m1(size) & 0xFF)
+    size = nvfp4._quotient(tl.load(x_ptr + place), tl.load(scale_ptr + place), FUSED)
+    tl.store(out_ptr + place, nvfp4._e2m1(size) & 0xFF)
 
 
 def padded(x):

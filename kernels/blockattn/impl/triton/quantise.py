@@ -31,6 +31,18 @@ import triton.language as tl
 from torch import Tensor
 
 from blockattn import quant_formats as formats
+from blockattn.impl.triton.encode import (
+    EXPONENT,
+    MAGNITUDE,
+    _e4m3,
+    _finite,
+    _last_first,
+    _load,
+    _rows_of,
+    _store,
+    _store_scales,
+)
+from blockattn.impl.triton.nvfp4 import _nvfp4
 from blockattn.layout import num_blocks
 from blockattn.scale_layout import SCALE_COLUMNS, SCALE_ROWS
 
@@ -39,147 +51,14 @@ STEPS = 8  # row groups per program of the amax pass: fewer atomics
 # A fused multiply-add would round once where PyTorch rounds twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 AMAX_OPTIONS = OPTIONS | {"num_warps": 2}  # fewer warps meet at the end of a program
-SCALED_OPTIONS = OPTIONS | {"num_warps": 8}  # with fewer NVFP4 is faster, but see the log
+SCALED_OPTIONS = OPTIONS | {"num_warps": 8}
+NVFP4_ROWS = 8  # of small programs
+NVFP4_OPTIONS = OPTIONS | {"num_warps": 1}
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
-E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
-NVFP4_MAX = tl.constexpr(formats.NVFP4_MAX)
-NVFP4_ENCODE_MAX = tl.constexpr(formats.NVFP4_MAX / formats.NVFP4_AMAX_FLOOR)
-NVFP4_AMAX_SAFE = tl.constexpr(formats.NVFP4_AMAX_FLOOR / 8)  # below it the scale is at its maximum
 FP8_TENSOR_FLOOR = tl.constexpr(formats.FP8_TENSOR_FLOOR)
 FP8_CHANNEL_FLOOR = tl.constexpr(formats.FP8_CHANNEL_FLOOR)
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
-EXPONENT = tl.constexpr(0x7F800000)  # its exponent's bits: infinity; more is NaN
 NAN = tl.constexpr(0x7FC00000)
-E4M3_MAX_BITS = tl.constexpr(0x43E00000)  # 448.0
-
-
-@triton.jit
-def _last_first():
-    """Part of the tokens, head and batch of this program, counted from the end."""
-    part = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.num_programs(1) - 1 - tl.program_id(1)
-    return part, head, tl.num_programs(2) - 1 - tl.program_id(2)
-
-
-@triton.jit
-def _load(
-    x, batch, head, first, rows, stride_b, stride_t, stride_h, stride_d, tokens,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Bits of float32 ``[ROWS, WIDTH / BLOCK, BLOCK]``, zeros outside the tensor.
-
-    Rows count from ``first``, so that in a loop over it their offsets are computed once.
-    """
-    channel = (tl.arange(0, WIDTH // BLOCK) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-    base = x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    base += first.to(tl.int64) * stride_t
-    offsets = rows.to(tl.int64)[:, None, None] * stride_t
-    offsets += channel.to(tl.int64)[None, :, :] * stride_d
-    inside = (rows < tokens - first)[:, None, None] & (channel < DIM)[None, :, :]
-    values = tl.load(base + offsets, mask=inside, other=0.0)
-    if x.dtype.element_ty == tl.bfloat16:
-        return values.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return values.to(tl.float32).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _store(codes, batch, head, first, rows, tokens, heads, values, SIZE: tl.constexpr):
-    """Bytes ``[ROWS, blocks, bytes]`` into rows first + rows of contiguous ``[B, S, H, SIZE]``."""
-    line = (batch.to(tl.int64) * tokens + first) * heads + head
-    block = tl.arange(0, values.shape[1]) * values.shape[2]
-    byte = block[:, None] + tl.arange(0, values.shape[2])[None, :]
-    inside = (rows < tokens - first)[:, None, None] & (byte < SIZE)[None, :, :]
-    offsets = (rows.to(tl.int64) * heads)[:, None, None] * SIZE + byte[None, :, :]
-    tl.store(codes + line * SIZE + offsets, values, mask=inside)
-
-
-@triton.jit
-def _finite(bits, LARGEST: tl.constexpr):
-    """Magnitude of float32 bits, an infinity as the largest number of the input's dtype."""
-    return tl.where(bits == EXPONENT, LARGEST, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e4m3(x, CONVERT: tl.constexpr):
-    """Codes, uint8: nearest with ties to even, saturating; NaN stays NaN.
-
-    Adding 2**(e + 20) to a number of exponent e leaves its 4 leading bits as the last bits of the
-    sum, rounded as float32 addition rounds; below 2**-6 all steps are those of e = -6.
-    """
-    if CONVERT:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = x.to(tl.int32, bitcast=True)
-    size = tl.minimum(bits & MAGNITUDE, E4M3_MAX_BITS)
-    shift = tl.maximum(size & EXPONENT, 121 << 23) + (20 << 23)
-    total = size.to(tl.float32, bitcast=True) + shift.to(tl.float32, bitcast=True)
-    code = total.to(tl.int32, bitcast=True) - shift + (shift >> 20) - (141 << 3)
-    code = tl.where((bits & MAGNITUDE) > EXPONENT, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def _quotient(x, by, FUSED: tl.constexpr):
-    """x / by rounded once, for ``by`` of at most 4 significant bits; anything where by is 0."""
-    if FUSED:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [by], dtype=tl.float32, is_pure=True, pack=1
-        )
-        rest = tl.fma(-inverse, by, 1.0) * inverse  # pyright: ignore[reportOperatorIssue]
-        return tl.fma(x, inverse, x * rest)
-    return tl.div_rn(x, tl.broadcast_to(by, x.shape))
-
-
-@triton.jit
-def _e2m1(size):
-    """Numbers >= 0 as codes in the low byte of int32: nearest, ties to the even code, at most 6.
-
-    The steps of the code are 1/2 below 2, 1 below 4 and 2 above, so the code is the least of three
-    counts: of halves, of ones plus 2, of twos plus 4. Adding 1.5 * 2**23 rounds to a whole number
-    and leaves it as the last bits of the sum. An infinity saturates, as does NaN.
-    """
-    halves = tl.fma(size, 2.0, 12582912.0).to(tl.int32, bitcast=True)
-    ones = (size + 12582914.0).to(tl.int32, bitcast=True)
-    twos = tl.fma(size, 0.5, 12582916.0).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 0x4B400007))
-
-
-@triton.jit
-def _e2m1_pairs(size, CONVERT: tl.constexpr):
-    """Codes of neighbours ``[..., 2]`` in the low byte of int32, the first in its low nibble."""
-    if CONVERT:
-        low, high = tl.split(size)
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b8 a, b, c, d;
-            cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
-            cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
-            cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
-            cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
-            mov.b32 $0, {a, b, c, d};
-            }""",
-            "=r,r,r,r,r,r,r,r,r", [low, high], dtype=tl.uint8, is_pure=True, pack=4,
-        ).to(tl.int32)  # fmt: skip
-    low, high = tl.split(_e2m1(size))
-    return low | (high << 4)
-
-
-@triton.jit
-def _rows_of(word, lane):
-    """Rows (first, and from there on) whose scales lie in words word + lane; 4 divides word."""
-    return word // 128 * 128 + word % 128 // 4, lane % 4 * 32 + lane // 4
-
-
-@triton.jit
-def _store_scales(
-    scales, matrix, tiles, word, lane, values,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Scale bytes ``[ROWS, BLOCKS]`` int32 as words of 4 blocks; COLUMNS tiles lie side by side."""
-    parts = tl.reshape(values, [ROWS, BLOCKS // 4, 4]) << (tl.arange(0, 4) * 8)[None, None, :]
-    column = tl.arange(0, BLOCKS // 4)[None, :]
-    target = scales + (matrix * tiles + word // 128) * (COLUMNS * 128) + word % 128
-    tl.store(target + column * 128 + lane[:, None], tl.sum(parts, axis=2), mask=column < COLUMNS)
 
 
 @triton.jit
@@ -230,61 +109,6 @@ def _mxfp8(
     _store(codes_ptr, batch, head, first, rows, tokens, heads, codes, DIM)
     matrix = batch.to(tl.int64) * heads + head
     _store_scales(scales_ptr, matrix, tiles, word, lane, byte, ROWS, WIDTH // 32, COLUMNS)
-
-
-@triton.jit
-def _nvfp4_rows(
-    bits, encode, CONVERT: tl.constexpr, CONVERT_E2M1: tl.constexpr, FUSED: tl.constexpr,
-    LARGEST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Bytes of two codes, uint8 ``[ROWS, WIDTH / 16, 8]``, and scale codes, int32, of blocks."""
-    amax = _finite(tl.max(bits & MAGNITUDE, axis=2), LARGEST)
-    six = tl.full([ROWS, WIDTH // 16], E2M1_MAX, tl.float32)
-    stored = _e4m3(_quotient(encode * amax, six, FUSED), CONVERT).to(tl.int32)
-    # A code read as the upper bits of a float32 is the number times 2**-120.
-    scale = (stored << 20).to(tl.float32, bitcast=True) * 2.0**120
-    size = tl.abs(bits.to(tl.float32, bitcast=True)) * encode
-    size = _quotient(size, scale[:, :, None], FUSED)
-    pairs: tl.constexpr = [ROWS, WIDTH // 16, 8, 2]
-    packed = _e2m1_pairs(tl.reshape(size, pairs), CONVERT_E2M1)
-    low, high = tl.split(tl.reshape(bits, pairs))
-    packed = packed | ((low >> 28) & 8) | ((high >> 24) & 0x80)
-    # Under a scale of 0 nothing is left, under NaN, which carries it, the signs.
-    kept = tl.where(stored == 0, 0, tl.where(stored == 0x7F, 0x88, 0xFF))
-    return (packed & kept[:, :, None]).to(tl.uint8), stored
-
-
-@triton.jit
-def _nvfp4(
-    x_ptr, codes_ptr, scales_ptr, amax_ptr, factor_ptr,
-    stride_b, stride_t, stride_h, stride_d, tokens, tiles, heads,
-    CONVERT: tl.constexpr, CONVERT_E2M1: tl.constexpr, FUSED: tl.constexpr,
-    LARGEST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    part, head, batch = _last_first()  # pyright: ignore[reportGeneralTypeIssues]
-    whole = _finite(tl.load(amax_ptr), LARGEST)
-    whole = tl.where(whole < NVFP4_AMAX_SAFE, NVFP4_AMAX_SAFE, whole)
-    encode = tl.div_rn(tl.full([], NVFP4_MAX, tl.float32), whole)
-    encode = tl.where(encode > NVFP4_ENCODE_MAX, NVFP4_ENCODE_MAX, encode)
-    if (part == 0) & (head == 0) & (batch == 0):
-        tl.store(factor_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), encode))
-    matrix, lane = batch.to(tl.int64) * heads + head, tl.arange(0, ROWS)
-    block = tl.arange(0, WIDTH // 16)
-    for step in range(128 // ROWS):
-        word = part * 128 + step * ROWS
-        first, rows = _rows_of(word, lane)
-        bits = _load(
-            x_ptr, batch, head, first, rows, stride_b, stride_t, stride_h, stride_d, tokens,
-            DIM, WIDTH, 16,
-        )  # fmt: skip
-        packed, stored = _nvfp4_rows(
-            bits, encode, CONVERT, CONVERT_E2M1, FUSED, LARGEST, WIDTH, ROWS
-        )
-        _store(codes_ptr, batch, head, first, rows, tokens, heads, packed, DIM // 2)
-        valid = (rows < tokens - first)[:, None] & (block < DIM // 16)[None, :]
-        stored = tl.where(valid, stored, 0)  # NaN reaches the padding through the global scale
-        _store_scales(scales_ptr, matrix, tiles, word, lane, stored, ROWS, WIDTH // 16, COLUMNS)
 
 
 @triton.jit
@@ -353,13 +177,25 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kernel: Any = _nvfp4
     with torch.cuda.device_of(x):
         kernel[(tiles, heads, batch)](
-            x, codes, scales, _largest(x, channels=False), factor, *x.stride(),
+            x, codes.view(torch.int32), scales, _largest(x, channels=False), factor, *x.stride(),
             tokens, tiles, heads,
             CONVERT=converts(x.device), CONVERT_E2M1=converts_e2m1(x.device),
             FUSED=x.device.type == "cuda", LARGEST=largest_number(x.dtype), DIM=dim,
-            WIDTH=width(dim, 16), COLUMNS=columns, ROWS=ROWS, **SCALED_OPTIONS,
+            WIDTH=width(dim, 16), COLUMNS=columns, **_nvfp4_shape(x),
         )  # fmt: skip
     return codes, scales.view(torch.uint8), factor
+
+
+def _nvfp4_shape(x: Tensor) -> dict[str, Any]:
+    """Rows and options of the NVFP4 encoder: small programs where no layout has to change.
+
+    Tensors that Triton 3.6 does not read by whole vectors, and more channels, change their layout
+    in shared memory. In small programs that gave wrong codes on an H200, or ptxas 12.8 did not end.
+    """
+    vectors = x.shape[3] <= 128 and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    if vectors and all(stride % 16 == 0 for stride in x.stride()[:3]):
+        return {"ROWS": NVFP4_ROWS} | NVFP4_OPTIONS
+    return {"ROWS": ROWS} | SCALED_OPTIONS
 
 
 def fp8_values(v: Tensor, *, channels: bool) -> tuple[Tensor, Tensor]:
