@@ -203,9 +203,10 @@ def test_the_adaptive_walk_drops_what_the_branching_one_drops(case):
     assert (result.skipped.density() > 0) == (case != "zero")
 
 
-def test_an_adaptive_vote_takes_16_rows_for_every_warp():
-    with pytest.raises(ValueError, match="16 rows for every warp"):
-        launch.Config(rows=128, columns=64, warps=4, stages=3, adaptive=True)
+@pytest.mark.parametrize(("rows", "warps"), [(128, 4), (64, 8), (32, 2), (256, 16)])
+def test_an_adaptive_vote_takes_16_rows_for_each_of_4_or_8_warps(rows, warps):
+    with pytest.raises(ValueError, match="16 rows for each of 4 or 8 warps"):
+        launch.Config(rows=rows, columns=64, warps=warps, stages=3, adaptive=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 65, 129])
@@ -381,7 +382,7 @@ def test_words_of_a_map_are_those_of_the_mask(blocks):
     generator = torch.Generator().manual_seed(blocks)
     found = torch.randint(0, 3, (2, 2, 3, blocks), generator=generator, dtype=torch.int8)
     found[..., -1] = 1  # bit 31 of a whole word is its sign
-    expected = BlockRoute.from_dense(found > 0).words
+    expected = BlockRoute.from_dense(found == 1).words
     assert torch.equal(words.map_words(found.to(DEVICE)).cpu(), expected)
 
 

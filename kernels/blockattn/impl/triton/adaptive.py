@@ -3,13 +3,11 @@
 Plan. A branch around a tile's softmax keeps the product of one tile from overlapping the softmax of
 the next, which a call that drops nothing pays for in full. So a program begins without branches:
 V comes with K, and a dropped tile is folded in with probabilities of 0, which leaves acc, m and l
-as they were. It counts what a chunk of tiles dropped, and chunks grow, as each ends the software
-pipeline. Once a chunk has dropped more than a third, the other walk takes over for the rest: it
-branches, and fetches V of kept tiles alone. There is no way back, as the running maximum only
-rises. Which tiles are dropped does not depend on the walk.
-On Hopper the rows vote by one barrier that also reduces, which Triton has no name for. Its result
-is a tensor with one value, and the tile is marked as dropped on the spot: as a scalar it would
-travel through shared memory. It needs two rows in every thread, that is 16 rows for every warp.
+as they were. It counts what a chunk of tiles dropped. Each chunk ends the software pipeline, so
+they grow as long as nothing is dropped, and are short from then on. Once a chunk has dropped more
+than a fifth, the other walk takes over for the rest: it branches, and fetches V of kept tiles
+alone. There is no way back, as the running maximum only rises. Which tiles are dropped does not
+depend on the walk.
 """
 
 from __future__ import annotations
@@ -17,37 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from blockattn.impl.triton.vote import _rows_dropped
 from blockattn.impl.triton.walk import _rows, _walk
 
 FIRST: tl.constexpr = tl.constexpr(8)  # tiles of the first chunk
-GROWTH: tl.constexpr = tl.constexpr(2)
-SHARE: tl.constexpr = tl.constexpr(3)  # the walk changes when more than one in so many is dropped
-
-
-@triton.jit
-def _dropped(objects, target, BARRIER: tl.constexpr):
-    """1 when no row objects, which is then noted at target, else 0; ``[ROWS]`` or a scalar."""
-    if BARRIER:
-        place = target.to(tl.int64, bitcast=True)
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred any, first;
-            .reg .b32 own, thread;
-            or.b32 own, $2, $3;
-            setp.ne.b32 any, own, 0;
-            bar.red.or.pred any, 0, any;
-            selp.b32 $0, 0, 1, any;
-            selp.b32 $1, 0, 1, any;
-            mov.u32 thread, %tid.x;
-            setp.eq.and.u32 first, thread, 0, !any;
-            @first st.global.u8 [$4], 1;
-            }""",
-            "=r,=r,r,r,l,l", [objects, place], dtype=tl.int32, is_pure=False, pack=2,
-        )  # fmt: skip
-    else:
-        drop = (tl.sum(objects) == 0).to(tl.int32)
-        tl.store(target, 1, mask=drop != 0)
-        return drop
+GROWTH: tl.constexpr = tl.constexpr(4)  # of the next, after one that dropped nothing
+AGAIN: tl.constexpr = tl.constexpr(16)  # tiles of the next, after one that did
+SHARE: tl.constexpr = tl.constexpr(5)  # the walk changes when more than one in so many is dropped
 
 
 @triton.jit
@@ -56,10 +30,10 @@ def _walk_masked(
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     batch, key_head, row, queries, keys, unit, limit,
     COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, ROUTED: tl.constexpr,
-    BARRIER: tl.constexpr, STAGES: tl.constexpr,
+    VOTERS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Votes on whole tiles ``lo .. hi`` without a branch; also how many were dropped."""
-    count = tl.zeros(row.shape, tl.int32) if BARRIER else 0
+    count = tl.zeros(row.shape, tl.int32) if VOTERS else 0
     following = tl.load(list_ptr + lo, mask=lo < hi, other=0) if ROUTED else lo
     for n in tl.range(lo, hi, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         tile = following
@@ -77,16 +51,16 @@ def _walk_masked(
         top = tl.max(s, axis=1)
         gap = tl.where(top == -float("inf"), top, (top - m) * unit)
         objects = ((row < queries) & ((gap < limit) == 0)).to(tl.int32)
-        drop = _dropped(objects, drop_ptr + tile, BARRIER)
-        count += drop
-        kept = drop == 0
+        dropped = _rows_dropped(objects, drop_ptr, tile, n, VOTERS)
+        count += dropped
+        kept = dropped == 0
         top = tl.where(kept, tl.maximum(m, top), m)
         p = tl.exp2(s * unit - tl.where(kept, top * unit, float("inf"))[:, None])
         shrink = tl.where(kept, tl.exp2((m - top) * unit), 1.0)
         l = l * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         m = top
-    if BARRIER:
+    if VOTERS:
         return acc, m, l, tl.max(count, axis=0)
     else:
         return acc, m, l, count
@@ -98,7 +72,7 @@ def _walk_adaptive(
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     batch, key_head, row, queries, keys, unit, limit,
     COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, ROUTED: tl.constexpr,
-    HOPPER: tl.constexpr, BARRIER: tl.constexpr, STAGES: tl.constexpr,
+    VOTERS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Folds whole key tiles ``lo .. hi`` that the vote keeps into the softmax state."""
     size = FIRST
@@ -109,14 +83,14 @@ def _walk_adaptive(
             acc, m, l, q, k_src, v_src, list_ptr, lo, end, drop_ptr,
             k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
             batch, key_head, row, queries, keys, unit, limit,
-            COLUMNS, D, TMA, ROUTED, BARRIER, STAGES,
+            COLUMNS, D, TMA, ROUTED, VOTERS, STAGES,
         )  # fmt: skip
         few = count * SHARE <= end - lo
         lo = end
-        size = size * GROWTH
+        size = tl.where(count == 0, size * GROWTH, AGAIN)
     return _walk(
         acc, m, l, q, k_src, v_src, list_ptr, lo, hi, drop_ptr, drop_ptr,
         k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
         batch, key_head, row, queries, keys, unit, limit,
-        COLUMNS, D, TMA, ROUTED, False, False, False, True, False, HOPPER, STAGES,
+        COLUMNS, D, TMA, ROUTED, False, False, False, True, False, VOTERS, STAGES,
     )  # fmt: skip

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from blockattn.impl.triton.adaptive import _walk_adaptive
+from blockattn.impl.triton.vote import _declare_votes
 from blockattn.impl.triton.walk import _rows, _tail, _walk
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -45,8 +46,8 @@ def attention(
     QUERY_TMA: tl.constexpr, ROUTED: tl.constexpr, TAIL: tl.constexpr, LENGTHS: tl.constexpr,
     CAUSAL: tl.constexpr, SKIP: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
     RAGGED: tl.constexpr,
-    SCALE_PTR: tl.constexpr, SCALE_OUTPUT_PTR: tl.constexpr, HOPPER: tl.constexpr,
-    ADAPTIVE: tl.constexpr, BARRIER: tl.constexpr, STAGES: tl.constexpr,
+    SCALE_PTR: tl.constexpr, SCALE_OUTPUT_PTR: tl.constexpr, ADAPTIVE: tl.constexpr,
+    VOTERS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The kernel of the plan above; :mod:`blockattn.impl.triton.launch` calls it."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -59,6 +60,8 @@ def attention(
     if SCALE_OUTPUT_PTR:
         scale_output = tl.load(scale_output_ptr)
     unit = scale * LOG2_E
+    if VOTERS:
+        _declare_votes()
     q = _rows(
         q_src, q_stride_b, q_stride_t, q_stride_h, batch, head, tile * ROWS, queries,
         ROWS, D, QUERY_TMA, True,
@@ -107,21 +110,24 @@ def attention(
                 acc, m, l, q, k_src, v_src, list_ptr, lo, whole, drop,
                 k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
                 batch, key_head, row, queries, keys, unit, limit,
-                COLUMNS, D, TMA, ROUTED, HOPPER, BARRIER, STAGES,
+                COLUMNS, D, TMA, ROUTED, VOTERS, STAGES,
             )  # fmt: skip
         else:
             acc, m, l = _walk(
                 acc, m, l, q, k_src, v_src, list_ptr, lo, whole, length_ptr, drop,
                 k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
                 batch, key_head, row, queries, keys, unit, limit,
-                COLUMNS, D, TMA, ROUTED, False, False, False, SKIP, False, HOPPER, STAGES,
+                COLUMNS, D, TMA, ROUTED, False, False, False, SKIP, False, VOTERS, STAGES,
             )  # fmt: skip
     if LENGTHS or CAUSAL or RAGGED:
+        # Behind the adaptive walk a few tiles are left: their pipeline would cost it registers.
+        all_masked: tl.constexpr = LENGTHS or (ROUTED and CAUSAL)
+        rim_stages: tl.constexpr = 1 if ADAPTIVE and not all_masked else STAGES
         acc, m, l = _walk(
             acc, m, l, q, k_src, v_src, list_ptr, whole, hi, length_ptr, drop,
             k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
             batch, key_head, row, queries, keys, unit, limit,
-            COLUMNS, D, TMA, ROUTED, True, LENGTHS, CAUSAL, SKIP, True, HOPPER, STAGES,
+            COLUMNS, D, TMA, ROUTED, True, LENGTHS, CAUSAL, SKIP, True, VOTERS, rim_stages,
         )  # fmt: skip
 
     empty = l == 0.0

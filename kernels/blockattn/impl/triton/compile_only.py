@@ -20,7 +20,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from blockattn.impl.triton import attention, launch, lists, prepare, quantise, select, words
+from blockattn.impl.triton import (
+    attention,
+    launch,
+    lists,
+    nvfp4,
+    prepare,
+    quantise,
+    select,
+    words,
+)
 from blockattn.layout import num_blocks
 from blockattn.scale_layout import SCALE_COLUMNS
 
@@ -80,8 +89,8 @@ def compile_attention(
     constants = dict.fromkeys(_switches(attention.attention), False) | flags
     constants |= {"ROWS": config.rows, "COLUMNS": config.columns, "D": head_dim}
     constants |= {"TMA": descriptors, "QUERY_TMA": query, "STAGES": config.stages}
-    constants["HOPPER"] = constants["BARRIER"] = capability // 10 == 9
     constants["ADAPTIVE"] = config.adaptive
+    constants["VOTERS"] = config.warps if config.adaptive else 0
     tiles = {"q_src": config.rows, "k_src": config.columns, "v_src": config.columns}
 
     def source(name: str) -> str:
@@ -149,7 +158,16 @@ def compile_quantisers(
     }
     variants: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
         "mxfp8": (quantise._mxfp8, _scale_shape(head_dim, 32), quantise.SCALED_OPTIONS),
-        "nvfp4": (quantise._nvfp4, _scale_shape(head_dim, 16), quantise.SCALED_OPTIONS),
+        "nvfp4 any strides": (
+            nvfp4._nvfp4,
+            _scale_shape(head_dim, 16),
+            quantise.SCALED_OPTIONS,
+        ),
+        "nvfp4": (
+            nvfp4._nvfp4,
+            _scale_shape(head_dim, 16) | {"ROWS": quantise.NVFP4_ROWS},
+            quantise.NVFP4_OPTIONS,
+        ),
     }
     for channels, scale in ((False, "tensor"), (True, "channel")):
         shape = {"CHANNELS": channels, "WIDTH": wide}
@@ -227,7 +245,7 @@ def _resources(built: Any) -> Resources:
     kinds |= {"scaled": "block_scale", "fp8 unit": "kind::f8f6f4"}
     kinds |= {"e4m3": "cvt.rn.satfinite.e4m3x2.f32", "e2m1": "cvt.rn.satfinite.e2m1x2.f32"}
     kinds |= {"division": "div.rn.f32", "flush": ".ftz", "reciprocal": "rcp.approx.ftz"}
-    kinds |= {"vote": "bar.red.or"}
+    kinds |= {"vote": "barrier.cta.arrive", "vote of all": "bar.red.or"}
     kinds |= {"approximate division": "div.full", "fused": "fma.rn", "wide load": "ld.global.v4"}
     counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}
     return Resources(

@@ -36,10 +36,10 @@ class Config:
     adaptive: bool = False
 
     def __post_init__(self) -> None:
-        if self.adaptive and self.rows != 16 * self.warps:
+        if self.adaptive and (self.rows != 16 * self.warps or self.warps not in (4, 8)):
             raise ValueError(
                 f"adaptive: rows={self.rows} with warps={self.warps}, but the vote takes 16 rows "
-                "for every warp"
+                "for each of 4 or 8 warps"
             )
 
 
@@ -149,7 +149,8 @@ def _launch(
     limit = -math.inf
     if problem.skip_threshold:
         limit = math.log2(problem.skip_threshold)
-    hopper = capability_of(out.device)[0] == 9
+    skip = problem.skip_threshold is not None
+    adaptive = config.adaptive and skip
     kernel: Any = kernels.attention
     kernel[(tiles, heads, batch * splits)](
         _source(problem.q, config.rows, query_tma), _source(problem.k, config.columns, tma),
@@ -168,12 +169,12 @@ def _launch(
         ROWS=config.rows, COLUMNS=config.columns, D=dim, TMA=tma, QUERY_TMA=query_tma,
         ROUTED=route is not None, TAIL=tail is not None,
         LENGTHS=problem.block_lengths is not None, CAUSAL=problem.causal,
-        SKIP=problem.skip_threshold is not None, LSE=lse is not None, SPLIT=splits > 1,
+        SKIP=skip, LSE=lse is not None, SPLIT=splits > 1,
         RAGGED=keys % config.columns != 0,
         SCALE_PTR=isinstance(problem.scale, Tensor),
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor),
-        HOPPER=hopper, ADAPTIVE=config.adaptive and problem.skip_threshold is not None,
-        BARRIER=hopper and out.is_cuda, STAGES=config.stages, num_warps=config.warps,
+        ADAPTIVE=adaptive, VOTERS=config.warps if adaptive and out.is_cuda else 0,
+        STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
     if partial is None:
         return

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from blockattn.impl.triton.vote import _tile_dropped
+
 
 @triton.jit
 def _rows(
@@ -50,7 +52,7 @@ def _walk(
     batch, key_head, row, queries, keys, unit, limit,
     COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, ROUTED: tl.constexpr,
     MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, SKIP: tl.constexpr,
-    SAFE: tl.constexpr, HOPPER: tl.constexpr, STAGES: tl.constexpr,
+    SAFE: tl.constexpr, VOTERS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Folds key tiles ``lo .. hi`` (of the list, or of the range) into the softmax state."""
     following = tl.load(list_ptr + lo, mask=lo < hi, other=0) if ROUTED else lo
@@ -82,11 +84,7 @@ def _walk(
             gap = tl.where(top == -float("inf"), top, (top - m) * unit)
             # Counting the rows that object keeps a NaN row's tile, as it should.
             objects = ((row < queries) & ((gap < limit) == 0)).to(tl.int32)
-            if HOPPER:  # one exchange between warps instead of two
-                objections = tl.sum(objects, axis=0)
-            else:  # Triton 3.6 does not build the line above for 10.x
-                objections = tl.sum(objects)
-            if objections > 0:
+            if _tile_dropped(objects, drop_ptr, tile, n, VOTERS) == 0:
                 v = _rows(
                     v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,
                     COLUMNS, D, TMA, MASKED,
@@ -94,8 +92,6 @@ def _walk(
                 if LENGTHS:
                     v = tl.where(valid[:, None], v, 0.0)
                 acc, m, l = _fold(s, v, None, acc, m, l, unit, SAFE, False)
-            else:
-                tl.store(drop_ptr + tile, 1)
         else:
             if LENGTHS:  # padding may hold anything, and 0 * NaN is NaN
                 v = tl.where(valid[:, None], v, 0.0)

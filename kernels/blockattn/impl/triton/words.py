@@ -28,7 +28,7 @@ def _words(map_ptr, words_ptr, total, blocks, words, WORDS: tl.constexpr):
     block = (word * 32)[:, None] + tl.arange(0, 32)[None, :]
     inside = (place < total)[:, None] & (block < blocks)
     found = tl.load(map_ptr + (line * blocks)[:, None] + block, mask=inside, other=0)
-    bits = (found != 0).to(tl.int32) << tl.arange(0, 32)[None, :]
+    bits = (found == 1).to(tl.int32) << tl.arange(0, 32)[None, :]
     tl.store(words_ptr + place, tl.sum(bits, axis=1), mask=place < total)
 
 
@@ -36,7 +36,7 @@ def map_words(found: Tensor) -> Tensor:
     """Packs a map; the words are those of a :class:`blockattn.BlockRoute`.
 
     Args:
-        found: int8 ``[B, H, Nq, Nk]``, contiguous, 0 = the pair is not in the route.
+        found: int8 ``[B, H, Nq, Nk]``, contiguous, 1 = the pair is in the route.
 
     Returns:
         int32 ``[B, H, Nq, ceil(Nk / 32)]``, pad bits 0.
