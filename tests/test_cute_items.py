@@ -86,7 +86,7 @@ def test_causal_groups_get_every_tile_that_they_see_and_share_what_both_see(leng
     for keys in (1, 63, 64, 65, 128, 129, 500):
         for pair in range(5):
             call = SimpleNamespace(keys=keys)
-            both, first, second = plain("entry_counts")(shapes, call, pair, 0, 0)
+            both, first, second = plain("entry_counts")(shapes, call, (pair, 0, 0))
             tiles = range(0, keys, shapes.columns)
             seen = [sum(start <= pair * 128 + g * 64 + 63 for start in tiles) for g in range(2)]
             assert (both + first, both + second) == tuple(seen)

@@ -41,16 +41,16 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
         if const_expr(shapes.variant.tail):
             summaries = steps.tail_weights(shapes, work, Int32(0), found)
         kept, void, tile = _first(
-            shapes, work, at, Int32(0), tile, now, total > 1, summaries, found, two, second, one
+            shapes, work, at, tile, now, total > 1, summaries, found, two, second, one
         )
         left = total - 1  # entries whose probabilities are not computed yet
         if const_expr(shapes.variant.tail):
             for n in cutlass.range(1, tail, unroll=1):
-                weights = steps.tail_weights(shapes, work, n, found)
+                summaries = steps.tail_weights(shapes, work, n, found)
                 following, phases = next_entry(shapes, at, n + 2, after[0], phases)
                 kept, void, tile = _step(
                     shapes, work, at, n, tile, before, kept, void, after, n + 1 < total,
-                    weights, found, one, first, two, second,
+                    summaries, found, one, first, two, second,
                 )  # fmt: skip
                 before, now, after = now, after, following
                 softmax.move(two, one)
@@ -91,7 +91,7 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
 
 @cute.jit
 def _first(
-    shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, after: Any, more: Any, tail: Any,
+    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, more: Any, summaries: Any,
     found: Any, scores: Any, p: Any, coming: Any,
 ):  # fmt: skip
     """Softmax of the first entry of an item, under the scores of the next; like :func:`_step`."""
@@ -100,19 +100,19 @@ def _first(
     tile_after = steps.tile_of(work, after)
     steps.start_keys(work, after, coming)
     kept, void, weights = Int32(1), Int32(0), None
-    if const_expr(tail is None):
+    if const_expr(summaries is None):
         void = steps.mask(shapes, work, at, scores, tile)
     else:
-        weights, void = tail
+        weights, void = summaries
         softmax.keep_weighted(scores, weights)
     own = softmax.largest(scores)
     if const_expr(shapes.variant.skip is not None):
-        kept = _vote(shapes, work, at, own, n, tile, tail)
+        kept = _vote(shapes, work, at, own, Int32(0), tile, summaries)
     if kept != 0:
         softmax.rise(work.m, own)
         softmax.fold(shapes, work, scores, p, weights)
-    if const_expr(tail is not None):
-        steps.fetch_tail(shapes, work, at, n + 1, found)
+    if const_expr(summaries is not None):
+        steps.fetch_tail(shapes, work, at, Int32(1), found)
     warpgroup.wait_group(0)
     if more:
         steps.release(work, work.call.bars.k_empty + after[0])
@@ -122,7 +122,7 @@ def _first(
 @cute.jit
 def _step(
     shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, before: Any, kept: Int32,
-    void: Int32, after: Any, more: Any, tail: Any, found: Any, scores: Any, p: Any,
+    void: Int32, after: Any, more: Any, summaries: Any, found: Any, scores: Any, p: Any,
     coming: Any, pending: Any,
 ):  # fmt: skip
     """Softmax of an entry, under the scores of the next and the values of the one before.
@@ -132,7 +132,8 @@ def _step(
         before: the entry before; kept: there are probabilities of it, in ``pending``; void: this
             thread's row of its values is padding.
         after: the next entry, or None; more: whether there really is one.
-        tail: weights of a tile of summaries, or None; found: room for what those of the next need.
+        summaries: what ``tail_weights`` gives where the entry is a tile of summaries, else None;
+            found: room for what the next one needs.
         scores, p: of the entry; coming: scores of ``after``.
 
     Returns:
@@ -148,20 +149,20 @@ def _step(
         tile_after = steps.tile_of(work, after)
         steps.start_keys(work, after, coming)
     kept, weights = Int32(1), None
-    if const_expr(tail is None):
+    if const_expr(summaries is None):
         void = steps.mask(shapes, work, at, scores, tile)
     else:
-        weights, void = tail
+        weights, void = summaries
         softmax.keep_weighted(scores, weights)
     if const_expr(shapes.variant.skip is None):
         softmax.fold_unseen(shapes, work, scores, p, weights)
     else:
         own = softmax.largest(scores)
-        kept = _vote(shapes, work, at, own, n, tile, tail)
+        kept = _vote(shapes, work, at, own, n, tile, summaries)
         if kept != 0:
             softmax.follow(work)
             softmax.fold(shapes, work, scores, p, weights)
-    if const_expr(tail is not None):
+    if const_expr(summaries is not None):
         steps.fetch_tail(shapes, work, at, n + 1, found)
     warpgroup.wait_group(0)
     steps.free(shapes, work, before)
@@ -171,10 +172,12 @@ def _step(
 
 
 @cute.jit
-def _vote(shapes: Shapes, work: Any, at: Any, own: Any, n: Int32, tile: Int32, tail: Any) -> Int32:
+def _vote(
+    shapes: Shapes, work: Any, at: Any, own: Any, n: Int32, tile: Int32, summaries: Any
+) -> Int32:
     """Whether a tile is kept; one of summaries always is."""
     kept = Int32(1)
-    if const_expr(tail is None):
+    if const_expr(summaries is None):
         kept = votes.keep(shapes, work, at, own, tile, at.use + n + 1)
     else:
         softmax.rise(work.peak, own)

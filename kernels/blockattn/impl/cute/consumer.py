@@ -35,8 +35,10 @@ def consume(
     tail = tail_tiles(shapes, call)
     if const_expr(not shapes.ahead) and g == 1:
         pass_turn(work)  # the first group begins
-    is_item, pair, head, batch, both, first, second = announced(call, work.lane, taken)
+    is_item, place, counts = announced(call, work.lane, taken)
     while is_item != 0:
+        pair, head, batch = place
+        both, first, second = counts
         total = tail + both + (first if g == 0 else second)
         at = SimpleNamespace(
             head=head, batch=batch, row=(pair * GROUPS + g) * ROWS, group=g,
@@ -57,7 +59,7 @@ def consume(
         use += tail + both + first + second
         q_phase ^= 1
         taken += 1
-        is_item, pair, head, batch, both, first, second = announced(call, work.lane, taken)
+        is_item, place, counts = announced(call, work.lane, taken)
     if work.thread < WARP:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 

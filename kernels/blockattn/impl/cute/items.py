@@ -25,8 +25,9 @@ def item_place(shapes: Shapes, call: Any, item: Int32):
 
 
 @cute.jit
-def entry_counts(shapes: Shapes, call: Any, pair: Int32, head: Int32, batch: Int32):
-    """Entries of both groups, of the first alone and of the second alone."""
+def entry_counts(shapes: Shapes, call: Any, place: Any):
+    """Entries of both groups, of the first alone and of the second alone, of an item."""
+    pair, head, batch = place
     both = cute.ceil_div(call.keys, shapes.columns)
     first, second = Int32(0), Int32(0)
     if const_expr(shapes.variant.routed):

@@ -35,32 +35,29 @@ def produce_keys(shapes: Shapes, call: Any, s_q: Any, s_k: Any, sources: Any):
     lane = cute.arch.lane_idx()
     item, taken = cute.arch.block_idx()[0], Int32(0)
     following = cute.arch.shuffle_sync(_next_item(call, lane), 0)
-    pair, head, batch = item_place(shapes, call, item)
-    both, first, second = entry_counts(shapes, call, pair, head, batch)
+    place = item_place(shapes, call, item)
+    counts = entry_counts(shapes, call, place)
     use, q_phase = Int32(0), Int32(1)
     while item < call.items:
-        _announce(call, lane, taken, 1, pair, head, batch, both, first, second)
+        _announce(call, lane, taken, 1, place, counts)
         # On their way while this item is fetched: the item after the next, the counts of the next.
         later = _next_item(call, lane)
-        last = cutlass.min(following, call.items - 1)
-        pair_next, head_next, batch_next = item_place(shapes, call, last)
-        both_next, first_next, second_next = entry_counts(
-            shapes, call, pair_next, head_next, batch_next
-        )
+        place_next = item_place(shapes, call, cutlass.min(following, call.items - 1))
+        counts_next = entry_counts(shapes, call, place_next)
+        pair, head, batch = place
         from_q, to_q = tile_ways(shapes, load_q, q, s_q, ROWS, head, batch)
         for g in cutlass.range_constexpr(GROUPS):
             _fetch_query(shapes, call, lane, g, q_phase, load_q, from_q, to_q, pair)
         q_phase ^= 1
         use = _fetch_entries(
-            shapes, call, lane, use, pair, head, batch, both, first, second,
+            shapes, call, lane, use, place, counts,
             call.bars.k_empty, call.bars.k_full, s_k, (load_k, k), (load_mean, mean), call.entry,
         )  # fmt: skip
         taken += 1
         item = following
         following = cute.arch.shuffle_sync(later, 0)
-        pair, head, batch = pair_next, head_next, batch_next
-        both, first, second = both_next, first_next, second_next
-    _announce(call, lane, taken, 0, pair, head, batch, both, first, second)
+        place, counts = place_next, counts_next
+    _announce(call, lane, taken, 0, place, counts)
 
 
 @cute.jit
@@ -68,37 +65,42 @@ def produce_values(shapes: Shapes, call: Any, s_v: Any, sources: Any):
     """V of every announced item; in a warp of its own, as V stays longer in its ring than K."""
     tiles, summaries = sources
     lane, use, taken = cute.arch.lane_idx(), Int32(0), Int32(0)
-    is_item, pair, head, batch, both, first, second = announced(call, lane, taken)
+    is_item, place, counts = announced(call, lane, taken)
     while is_item != 0:
         use = _fetch_entries(
-            shapes, call, lane, use, pair, head, batch, both, first, second,
+            shapes, call, lane, use, place, counts,
             call.bars.v_empty, call.bars.v_full, s_v, tiles, summaries, None,
         )  # fmt: skip
         taken += 1
-        is_item, pair, head, batch, both, first, second = announced(call, lane, taken)
+        is_item, place, counts = announced(call, lane, taken)
 
 
 @cute.jit
 def announced(call: Any, lane: Int32, taken: Int32):
-    """What is announced as item number ``taken`` of this program; to be called by a warp."""
+    """Item number ``taken`` of this program, to be called by a warp.
+
+    Returns:
+        1, or 0 past the last item; its (pair, head, batch); its counts of entries.
+    """
     slot, items = taken % SLOTS, call.item
     cute.arch.mbarrier_wait(call.bars.item_full + slot, taken // SLOTS & 1)
     found = [items[i, slot] for i in range(WORDS - 1)]
     if lane == 0:
         cute.arch.mbarrier_arrive(call.bars.item_empty + slot)
-    return tuple(found)
+    return found[0], tuple(found[1:4]), tuple(found[4:])
 
 
 @cute.jit
 def _fetch_entries(
-    shapes: Shapes, call: Any, lane: Int32, use: Int32, pair: Int32, head: Int32, batch: Int32,
-    both: Int32, first: Int32, second: Int32, empty: Any, full: Any, shared: Any, tiles: Any,
-    summaries: Any, numbers: Any,
+    shapes: Shapes, call: Any, lane: Int32, use: Int32, place: Any, counts: Any,
+    empty: Any, full: Any, shared: Any, tiles: Any, summaries: Any, numbers: Any,
 ) -> Int32:  # fmt: skip
     """K, or V, of every entry of an item; gives the number of the use after them.
 
     ``numbers``: where the key tile of each stage is noted, or None.
     """
+    pair, head, batch = place
+    both, first, second = counts
     variant, columns, key_head = shapes.variant, shapes.columns, head // call.group
     load, x = tiles
     source, target = tile_ways(shapes, load, x, shared, columns, key_head, batch)
@@ -138,16 +140,15 @@ def _next_item(call: Any, lane: Int32) -> Int32:
 
 @cute.jit
 def _announce(
-    call: Any, lane: Int32, taken: Int32, is_item: int, pair: Int32, head: Int32, batch: Int32,
-    both: Int32, first: Int32, second: Int32,
+    call: Any, lane: Int32, taken: Int32, is_item: int, place: Any, counts: Any,
 ):  # fmt: skip
     """Tells the groups which item is fetched now, or that there is none any more."""
     items, slot = call.item, taken % SLOTS
     cute.arch.mbarrier_wait(call.bars.item_empty + slot, taken // SLOTS & 1 ^ 1)
     if lane == 0:
         items[0, slot] = is_item
-        items[1, slot], items[2, slot], items[3, slot] = pair, head, batch
-        items[4, slot], items[5, slot], items[6, slot] = both, first, second
+        items[1, slot], items[2, slot], items[3, slot] = place
+        items[4, slot], items[5, slot], items[6, slot] = counts
         cute.arch.mbarrier_arrive(call.bars.item_full + slot)
 
 

@@ -2,7 +2,9 @@
 
 A warp with a row that objects has decided: it notes so and goes on. Only a warp without one waits
 for the others, so that a call that drops little seldom waits. Votes in turn use two barriers, as a
-warp that goes on may reach the next one while another still waits at this one.
+warp that goes on may reach the next one while another still waits at this one. It gets no further:
+``walk`` holds it by the turns of the groups; ``ahead`` by the scores of the next entry, which a
+warp can only await once all four of its group have started them, after their votes on this one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def keep(
     Args:
         own: largest score of each row.
         tile: of the map.
-        number: of the entry among those of this program; grows by one from vote to vote.
+        number: of the entry, from 1 on; each number of a program belongs to one entry. Within an
+            item it grows by one; between items the barriers around the output keep a group together
+            (with tiles of 128, which both groups vote on, it grows by one there too).
         part: which tile of the entry.
     """
     places = softmax.coordinates(work.thr_qk, shapes.columns)

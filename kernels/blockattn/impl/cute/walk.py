@@ -28,7 +28,7 @@ def walk(shapes: Shapes, work: Any, at: Any, total: Int32, phases: Int32) -> Int
     spare = cute.make_fragment_like(work.p)  # probabilities, while those before are multiplied
     if total > 0:
         before, phases = next_entry(shapes, at, Int32(0), at.use % shapes.stages - 1, phases)
-        kept = _first(shapes, work, at, before, scores, spare)
+        kept = _first(shapes, work, at, before, scores)
         for n in cutlass.range(1, total, unroll=1):
             now, phases = next_entry(shapes, at, n, before[0], phases)
             kept = _next(shapes, work, at, n, now, before, kept, scores, spare)
@@ -51,14 +51,14 @@ def _take_turn(work: Any):
 
 
 @cute.jit
-def _first(shapes: Shapes, work: Any, at: Any, now: Any, scores: Any, spare: Any) -> Any:
+def _first(shapes: Shapes, work: Any, at: Any, now: Any, scores: Any) -> Any:
     """The first entry of an item; gives which of its voting tiles are kept."""
     _take_turn(work)
     steps.wait_for_keys(work, now)
     steps.start_keys(work, now, scores)
     pass_turn(work)
     warpgroup.wait_group(0)
-    return _soften_first(shapes, work, at, now, scores, work.p)
+    return _soften_first(shapes, work, at, now, scores)
 
 
 @cute.jit
@@ -129,7 +129,7 @@ def _soften(shapes: Shapes, work: Any, at: Any, n: Int32, now: Any, scores: Any,
 
 
 @cute.jit
-def _soften_first(shapes: Shapes, work: Any, at: Any, now: Any, scores: Any, p: Any) -> Any:
+def _soften_first(shapes: Shapes, work: Any, at: Any, now: Any, scores: Any) -> Any:
     """The same for the first entry of an item: it gives the reference and raises nothing.
 
     The accumulator is zero and stays untouched: ptxas would serialise every product.
@@ -137,11 +137,11 @@ def _soften_first(shapes: Shapes, work: Any, at: Any, now: Any, scores: Any, p: 
     tile = _mask(shapes, work, at, now, scores)
     if const_expr(shapes.variant.skip is None):
         softmax.rise(work.m, softmax.largest(scores))
-        softmax.fold(shapes, work, scores, p, None)
+        softmax.fold(shapes, work, scores, work.p, None)
         return (Int32(1),)
     kept = _vote(shapes, work, at, Int32(0), tile, scores)
     softmax.rise(work.m, work.peak)
-    _fold_kept(shapes, work, kept, scores, p)
+    _fold_kept(shapes, work, kept, scores, work.p)
     return kept
 
 
