@@ -30,7 +30,7 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
     )
     first, second = work.p, cute.make_fragment_like(work.p)
     if total > 0:
-        found = summaries = None
+        found = None
         if const_expr(shapes.variant.tail):
             found = steps.new_tail(shapes)
             steps.fetch_tail(shapes, work, at, Int32(0), found)
@@ -38,19 +38,14 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
         tile = steps.begin_keys(work, before, two)
         now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
         after, phases = next_entry(shapes, at, Int32(2), now[0], phases)
-        if const_expr(shapes.variant.tail):
-            summaries = steps.tail_weights(shapes, work, Int32(0), found)
-        kept, void, tile = _first(
-            shapes, work, at, tile, now, total > 1, summaries, found, two, second, one
-        )
+        kept, void, tile = _first(shapes, work, at, tile, now, total > 1, found, two, second, one)
         left = total - 1  # entries whose probabilities are not computed yet
         if const_expr(shapes.variant.tail):
             for n in cutlass.range(1, tail, unroll=1):
-                summaries = steps.tail_weights(shapes, work, n, found)
                 following, phases = next_entry(shapes, at, n + 2, after[0], phases)
                 kept, void, tile = _step(
                     shapes, work, at, n, tile, before, kept, void, after, n + 1 < total,
-                    summaries, found, one, first, two, second,
+                    found, one, first, two, second,
                 )  # fmt: skip
                 before, now, after = now, after, following
                 softmax.move(two, one)
@@ -60,19 +55,19 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
             number = total - left
             following, phases = next_entry(shapes, at, number + 2, after[0], phases)
             kept, void, tile = _step(
-                shapes, work, at, number, tile, before, kept, void, after, True, None, None,
+                shapes, work, at, number, tile, before, kept, void, after, True, None,
                 one, first, two, second,
             )  # fmt: skip
             last, phases = next_entry(shapes, at, number + 3, following[0], phases)
             kept, void, tile = _step(
-                shapes, work, at, number + 1, tile, now, kept, void, following, True, None, None,
+                shapes, work, at, number + 1, tile, now, kept, void, following, True, None,
                 two, second, one, first,
             )  # fmt: skip
             before, now, after = after, following, last
             left -= 2
         if left == 2:
             kept, void, tile = _step(
-                shapes, work, at, total - 2, tile, before, kept, void, after, True, None, None,
+                shapes, work, at, total - 2, tile, before, kept, void, after, True, None,
                 one, first, two, second,
             )  # fmt: skip
             before, now = now, after
@@ -80,7 +75,7 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
             softmax.move(first, second)
         if left > 0:
             kept, void, tile = _step(
-                shapes, work, at, total - 1, tile, before, kept, void, None, False, None, None,
+                shapes, work, at, total - 1, tile, before, kept, void, None, False, None,
                 one, first, two, second,
             )  # fmt: skip
             steps.finish_values(shapes, work, now, kept, void, first)
@@ -91,8 +86,8 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
 
 @cute.jit
 def _first(
-    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, more: Any, summaries: Any,
-    found: Any, scores: Any, p: Any, coming: Any,
+    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, more: Any, found: Any,
+    scores: Any, p: Any, coming: Any,
 ):  # fmt: skip
     """Softmax of the first entry of an item, under the scores of the next; like :func:`_step`."""
     if more:
@@ -100,20 +95,20 @@ def _first(
     tile_after = steps.tile_of(work, after)
     steps.start_keys(work, after, coming)
     kept, void, weights = Int32(1), Int32(0), None
-    if const_expr(summaries is None):
+    if const_expr(found is None):
         void = steps.mask(shapes, work, at, scores, tile)
     else:
-        weights, void = summaries
+        weights, void = steps.tail_weights(shapes, work, Int32(0), found)
         softmax.keep_weighted(scores, weights)
-    own = softmax.largest(scores)
+    own = softmax.largest(scores, nan=shapes.variant.skip is not None)
     if const_expr(shapes.variant.skip is not None):
-        kept = _vote(shapes, work, at, own, Int32(0), tile, summaries)
+        kept = _vote(shapes, work, at, own, Int32(0), tile, found)
     if kept != 0:
         softmax.rise(work.m, own)
         softmax.fold(shapes, work, scores, p, weights)
-    if const_expr(summaries is not None):
-        steps.fetch_tail(shapes, work, at, Int32(1), found)
     warpgroup.wait_group(0)
+    if const_expr(found is not None):
+        steps.fetch_tail(shapes, work, at, Int32(1), found)
     if more:
         steps.release(work, work.call.bars.k_empty + after[0])
     return kept, void, tile_after
@@ -122,8 +117,7 @@ def _first(
 @cute.jit
 def _step(
     shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, before: Any, kept: Int32,
-    void: Int32, after: Any, more: Any, summaries: Any, found: Any, scores: Any, p: Any,
-    coming: Any, pending: Any,
+    void: Int32, after: Any, more: Any, found: Any, scores: Any, p: Any, coming: Any, pending: Any,
 ):  # fmt: skip
     """Softmax of an entry, under the scores of the next and the values of the one before.
 
@@ -132,8 +126,7 @@ def _step(
         before: the entry before; kept: there are probabilities of it, in ``pending``; void: this
             thread's row of its values is padding.
         after: the next entry, or None; more: whether there really is one.
-        summaries: what ``tail_weights`` gives where the entry is a tile of summaries, else None;
-            found: room for what the next one needs.
+        found: what ``fetch_tail`` read where the entry is a tile of summaries, else None.
         scores, p: of the entry; coming: scores of ``after``.
 
     Returns:
@@ -148,23 +141,25 @@ def _step(
             steps.wait_for_keys(work, after)
         tile_after = steps.tile_of(work, after)
         steps.start_keys(work, after, coming)
-    kept, weights = Int32(1), None
-    if const_expr(summaries is None):
+    kept, raised, weights, shrink = Int32(1), Int32(0), None, softmax.per_row()
+    if const_expr(found is None):
         void = steps.mask(shapes, work, at, scores, tile)
     else:
-        weights, void = summaries
+        weights, void = steps.tail_weights(shapes, work, n, found)
         softmax.keep_weighted(scores, weights)
     if const_expr(shapes.variant.skip is None):
-        softmax.fold_unseen(shapes, work, scores, p, weights)
+        raised = softmax.fold_unseen(shapes, work, scores, p, weights, shrink)
     else:
-        own = softmax.largest(scores)
-        kept = _vote(shapes, work, at, own, n, tile, summaries)
+        own = softmax.largest(scores, nan=shapes.variant.skip is not None)
+        kept = _vote(shapes, work, at, own, n, tile, found)
         if kept != 0:
-            softmax.follow(work)
+            raised = softmax.follow(work, shrink)
             softmax.fold(shapes, work, scores, p, weights)
-    if const_expr(summaries is not None):
-        steps.fetch_tail(shapes, work, at, n + 1, found)
     warpgroup.wait_group(0)
+    if const_expr(found is not None):  # on its way while the products of the next step begin
+        steps.fetch_tail(shapes, work, at, n + 1, found)
+    if raised != 0:
+        softmax.rescale(work.acc, shrink)
     steps.free(shapes, work, before)
     if const_expr(after is not None) and more:
         steps.release(work, work.call.bars.k_empty + after[0])
@@ -172,12 +167,10 @@ def _step(
 
 
 @cute.jit
-def _vote(
-    shapes: Shapes, work: Any, at: Any, own: Any, n: Int32, tile: Int32, summaries: Any
-) -> Int32:
+def _vote(shapes: Shapes, work: Any, at: Any, own: Any, n: Int32, tile: Int32, found: Any) -> Int32:
     """Whether a tile is kept; one of summaries always is."""
     kept = Int32(1)
-    if const_expr(summaries is None):
+    if const_expr(found is None):
         kept = votes.keep(shapes, work, at, own, tile, at.use + n + 1)
     else:
         softmax.rise(work.peak, own)

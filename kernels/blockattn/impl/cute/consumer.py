@@ -100,7 +100,7 @@ def _read_query(shapes: Shapes, work: Any, s_q: Any):
     """Q of the group into registers, as an operand."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), shapes.element)
     tiled = cute.make_tiled_copy_A(atom, work.mma_qk)
-    own = tiled.get_slice(work.thread)
+    own = tiled.get_slice(softmax.fresh(work.thread))  # its addresses would be spilled
     cute.copy(tiled, own.partition_S(s_q[None, None, work.g]), own.retile(work.q))
 
 
@@ -114,7 +114,7 @@ def _write(shapes: Shapes, work: Any, at: Any, s_out: Any, store_o: Any, out: An
     rounded.store(work.acc.load().to(shapes.element))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), shapes.element)
     tiled = cute.make_tiled_copy_C(atom, work.mma_pv)
-    own = tiled.get_slice(work.thread)
+    own = tiled.get_slice(softmax.fresh(work.thread))
     if work.thread < WARP:  # the store before this one has read the shared tile
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.barrier(barrier_id=OUTPUT_BARRIER + g, number_of_threads=GROUP)

@@ -15,7 +15,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from quack import layout_utils
 
@@ -89,16 +88,17 @@ def keep_weighted(scores: Any, weights: Any):
 
 
 @cute.jit
-def largest(scores: Any) -> Any:
-    """Largest score of each row."""
+def largest(scores: Any, nan: cutlass.Constexpr[bool] = False) -> Any:
+    """Largest score of each row; with ``nan``, not a number where one of them is not."""
     s, found = rows_of(scores), per_row()
     for r in cutlass.range_constexpr(2):
         top = [s[r, 0], s[r, 1]]
         for j in cutlass.range_constexpr(2, cute.size(s, mode=[1])):
-            top[j % 2] = cute.arch.fmax(top[j % 2], s[r, j])
-        found[r] = cute.arch.warp_reduction_max(
-            cute.arch.fmax(top[0], top[1]), threads_in_group=SHARERS
-        )
+            top[j % 2] = cute.arch.fmax(top[j % 2], s[r, j], nan=nan)
+        found[r] = cute.arch.fmax(top[0], top[1], nan=nan)
+        for offset in (SHARERS // 2, SHARERS // 4):
+            other = cute.arch.shuffle_sync_bfly(found[r], offset=offset)
+            found[r] = cute.arch.fmax(found[r], other, nan=nan)
     return found
 
 
@@ -130,29 +130,40 @@ def fold(shapes: Any, work: Any, scores: Any, p: Any, weights: Any):
 
 
 @cute.jit
-def follow(work: Any):
-    """Raises the reference m of a warp's rows once one of them is outgrown by its maximum."""
-    outgrown = False
+def follow(work: Any, shrink: Any) -> Int32:
+    """Raises the reference m of a warp's rows once one of them is outgrown by its maximum.
+
+    Returns:
+        1 if so: what was accumulated before must then be multiplied with ``shrink``.
+    """
+    outgrown, raised = False, Int32(0)
     for r in cutlass.range_constexpr(2):
         outgrown = outgrown or (work.peak[r] - work.m[r]) * work.unit > LAG
     if cute.arch.vote_any_sync(outgrown):
-        _raise(work, work.peak)
+        raised = Int32(1)
+        _raise(work, work.peak, shrink)
+    return raised
 
 
 @cute.jit
-def fold_unseen(shapes: Any, work: Any, scores: Any, p: Any, weights: Any):
-    """The same where no maxima are known: the sums tell whether a row outgrew its reference.
+def fold_unseen(shapes: Any, work: Any, scores: Any, p: Any, weights: Any, shrink: Any) -> Int32:
+    """:func:`fold` where no maxima are known: the sums tell whether a row outgrew its reference.
 
     A thread's sum bounds each of its probabilities. Before a row's first key the reference is -inf,
     and the sum infinite or not a number.
+
+    Returns:
+        As :func:`follow`.
     """
-    share = per_row()
+    share, raised = per_row(), Int32(0)
     _exponentiate(shapes, work, scores, p, weights, share, guard=False)
     if cute.arch.vote_any_sync(not (share[0] + share[1] <= 2.0 ** LAGS[shapes.variant.dtype])):
+        raised = Int32(1)
         move(scores, scores)  # or the compiler shares products with what was computed above
-        _raise(work, largest(scores))
+        _raise(work, largest(scores), shrink)
         _exponentiate(shapes, work, scores, p, weights, share)
     _add(work.l, share)
+    return raised
 
 
 def _add(l: Any, share: Any) -> None:
@@ -161,16 +172,16 @@ def _add(l: Any, share: Any) -> None:
 
 
 @cute.jit
-def _raise(work: Any, own: Any):
-    """The reference becomes the running maximum; products with the accumulator must be done."""
-    warpgroup.wait_group(0)
-    shrink = per_row()
+def _raise(work: Any, own: Any, shrink: Any):
+    """The reference becomes the running maximum, and the sums relative to it.
+
+    A warp does so for itself, and must not wait for products here: all warps of the group have to.
+    """
     for r in cutlass.range_constexpr(2):
         top = cute.arch.fmax(work.m[r], own[r])
         shrink[r] = cute.math.exp2((work.m[r] - _finite(top)) * work.unit, fastmath=True)
         work.l[r] = work.l[r] * shrink[r]
         work.m[r] = top
-    rescale(work.acc, shrink)
 
 
 @cute.jit
@@ -257,4 +268,15 @@ def _pair(high: Float32, low: Float32, dtype: str, *, loc: Any = None, ip: Any =
     kind = llvm.AsmDialect.AD_ATT
     return Int32(
         llvm.inline_asm(T.i32(), values, text, "=r,f,f", has_side_effects=True, asm_dialect=kind)
+    )
+
+
+@dsl_user_op
+def fresh(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """x as if it were new: what follows from it is computed again instead of kept in registers."""
+    kind, value = llvm.AsmDialect.AD_ATT, Int32(x).ir_value(loc=loc, ip=ip)
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), [value], "mov.b32 $0, $1;", "=r,r", has_side_effects=True, asm_dialect=kind
+        )
     )

@@ -140,9 +140,9 @@ def fetch_tail(shapes: Shapes, work: Any, at: Any, n: Int32, found: Any):
     for i in cutlass.range_constexpr(columns // 32):
         place = cutlass.min(n * (columns // 32) + i, call.words.shape[3] - 1)
         found[each + i] = call.words[at.batch, at.head, line, place]
-    found[each + columns // 32] = call.tail_lengths[
-        cutlass.min(n * columns + work.thread // 2, last)
-    ]
+    if const_expr(shapes.variant.lengths):
+        summary = cutlass.min(n * columns + work.thread // 2, last)
+        found[each + columns // 32] = call.tail_lengths[summary]
 
 
 def new_tail(shapes: Shapes) -> Any:
@@ -158,16 +158,19 @@ def tail_weights(shapes: Shapes, work: Any, n: Int32, found: Any):
     Four lengths share a register.
     """
     columns, blocks = shapes.columns, cute.size(work.call.tail_lengths)
-    places = softmax.coordinates(work.thr_qk, columns)
+    own = softmax.coordinates(work.thr_qk, columns)[0, 0][1]  # its columns are offsets from here
     each = columns // softmax.SHARERS
+    words = [found[each + i] >> own for i in range(columns // 32)]
     weights = cute.make_rmem_tensor(each // 4, Int32)
     weights.fill(0)
     for j in cutlass.range_constexpr(each):
-        column = places[0, j][1]
-        word = found[each + j // 8]
-        absent = (word >> column % 32 & 1) == 0 and n * columns + column < blocks
-        length = found[j] if absent else 0
+        offset = j // 2 * 8 + j % 2
+        absent = (words[offset // 32] >> offset % 32 & 1) == 0
+        inside = n * columns + own + offset < blocks
+        length = found[j] if absent and inside else 0
         weights[j // 4] = weights[j // 4] | length << j % 4 * 8
-    inside = n * columns + work.thread // 2 < blocks
-    void = Int32(1) if inside and found[each + columns // 32] == 0 else Int32(0)
+    void = Int32(0)
+    if const_expr(shapes.variant.lengths):
+        inside = n * columns + work.thread // 2 < blocks
+        void = Int32(1) if inside and found[each + columns // 32] == 0 else Int32(0)
     return weights, void

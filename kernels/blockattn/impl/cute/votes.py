@@ -2,9 +2,9 @@
 
 A warp with a row that objects has decided: it notes so and goes on. Only a warp without one waits
 for the others, so that a call that drops little seldom waits. Votes in turn use two barriers, as a
-warp that goes on may reach the next one while another still waits at this one. It gets no further:
-``walk`` holds it by the turns of the groups; ``ahead`` by the scores of the next entry, which a
-warp can only await once all four of its group have started them, after their votes on this one.
+warp that goes on may reach the next one while another still waits at this one. It gets no further
+in ``walk``, where the turns of the groups hold it; in ``ahead`` nothing does, so that every warp
+waits there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def keep(
     A tile that is kept raises the running maximum, another one is marked in the map.
 
     Args:
-        own: largest score of each row.
+        own: largest score of each row; a row with NaN, whose gain no threshold exceeds, objects.
         tile: of the map.
         number: of the entry, from 1 on; each number of a program belongs to one entry. Within an
             item it grows by one; between items the barriers around the output keep a group together
@@ -45,9 +45,10 @@ def keep(
     if const_expr(shapes.variant.skip == BLOCK):
         slot, threads = slot + work.g * 4, GROUP
     notes, kept = work.call.notes, Int32(1)
-    if cute.arch.vote_any_sync(objects):
-        if work.lane == 0:
-            notes[slot] = number
+    decided = Int32(1) if cute.arch.vote_any_sync(objects) else Int32(0)
+    if decided != 0 and work.lane == 0:
+        notes[slot] = number
+    if const_expr(not shapes.ahead) and decided != 0:
         cute.arch.barrier_arrive(barrier_id=VOTE_BARRIER + slot, number_of_threads=threads)
     else:
         cute.arch.barrier(barrier_id=VOTE_BARRIER + slot, number_of_threads=threads)

@@ -72,8 +72,11 @@ def _next(
     steps.start_keys(work, now, scores)
     steps.wait_for_values(work, before)
     _multiply_kept(shapes, work, before, kept, 1)
-    kept = _soften(shapes, work, at, n, now, scores, spare)
+    shrink = softmax.per_row()
+    kept, raised = _soften(shapes, work, at, n, now, scores, spare, shrink)
     warpgroup.wait_group(0)
+    if raised != 0:
+        softmax.rescale(work.acc, shrink)
     steps.free(shapes, work, before)
     softmax.move(spare, work.p)
     return kept
@@ -115,17 +118,22 @@ def _accumulate(
 
 
 @cute.jit
-def _soften(shapes: Shapes, work: Any, at: Any, n: Int32, now: Any, scores: Any, p: Any) -> Any:
-    """Scores that are there become probabilities; gives which voting tiles are kept."""
+def _soften(
+    shapes: Shapes, work: Any, at: Any, n: Int32, now: Any, scores: Any, p: Any, shrink: Any
+) -> Any:
+    """Scores that are there become probabilities.
+
+    Returns:
+        Which voting tiles are kept, and whether the accumulator must be multiplied with ``shrink``.
+    """
     tile = _mask(shapes, work, at, now, scores)
     if const_expr(shapes.variant.skip is None):
-        softmax.fold_unseen(shapes, work, scores, p, None)
-        return (Int32(1),)
-    kept = _vote(shapes, work, at, n, tile, scores)
+        return (Int32(1),), softmax.fold_unseen(shapes, work, scores, p, None, shrink)
+    kept, raised = _vote(shapes, work, at, n, tile, scores), Int32(0)
     if sum(kept) != 0:
-        softmax.follow(work)
+        raised = softmax.follow(work, shrink)
     _fold_kept(shapes, work, kept, scores, p)
-    return kept
+    return kept, raised
 
 
 @cute.jit
@@ -150,7 +158,7 @@ def _vote(shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, scores: Any
     """Which voting tiles of an entry are kept."""
     parts, kept = shapes.voting_tiles, []
     for part in cutlass.range_constexpr(parts):
-        own = softmax.largest(_part(scores, part, parts))
+        own = softmax.largest(_part(scores, part, parts), nan=True)
         number = at.use + n + 1
         kept.append(votes.keep(shapes, work, at, own, tile * parts + part, number, part))
     return tuple(kept)
