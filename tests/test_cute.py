@@ -182,12 +182,19 @@ def test_a_kernel_that_is_kept_needs_no_compiler(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_auto_prefers_what_was_measured_to_be_faster(monkeypatch):
-    """Until a measurement says otherwise: the Triton kernels for routes, torch for dense calls."""
-    order = [item.name for item in registry.implementations()]
-    assert order.index("triton") < order.index("cute") < order.index("eager")
-    q, k, v = (x.cpu() for x in gaussian(64))
-    assert registry.choose(make_problem(q, k, v))[0].name == "eager"
+def test_auto_takes_it_for_large_sparse_calls(monkeypatch):
+    q, k, v = gaussian(128)
+    route = random_route(128, 128)
+    monkeypatch.setattr(registry, "CUTE_FROM", 4.0 * q.numel() * 128)
+    calls: dict[str, dict[str, Any]] = {
+        "mask": {"route": route},
+        "causal mask": {"route": route, "causal": True},
+        "tail": {"route": route, "tail": BlockSummary.of(k, v)},
+        "vote": {"skip_threshold": 0.1},
+    }
+    for name, settings in calls.items():
+        chosen, against = registry.choose(make_problem(q, k, v, **settings))
+        assert (chosen.name, against) == ("cute", ()), name
 
 
 # -- a launch --------------------------------------------------------------------------------------

@@ -74,41 +74,46 @@ def check_name(impl: object) -> str:
 
 def _order(problem: Problem) -> tuple[Implementation, ...]:
     """Fastest first. A plain dense call is faster in torch's own attention, which eager calls, than
-    in the kernels of this project; on a Hopper GPU a library is faster still for large calls."""
-    library = _faster_library(problem)
+    in the kernels of this project; large calls have others ahead of that on a Hopper GPU."""
+    ahead = _ahead(problem)
     plain = problem.plain and not problem.round_p
 
     def place(item: Implementation) -> int:
-        if item.name == library:
-            return -1
+        if item.name in ahead:
+            return ahead.index(item.name) - len(ahead)
         return int(plain and item.name in ("triton", "cute", "cudnn", "flash"))
 
     return tuple(sorted(_FASTEST_FIRST, key=place))
 
 
-# Multiplications and additions of a call over its full range from which on a library is ahead, on
-# an H200 (docs/log.md): below, its time on the host shows, about 0.15 ms (flash) and 0.4 ms (cudnn)
-# a call. What a route leaves of the range is on the device and not read.
+# Multiplications and additions of a call over its full range from which on others are ahead, on an
+# H200 (docs/log.md). Libraries cost the host 0.15 ms (flash) and 0.4 ms (cudnn) a call; the CuTe
+# kernel does not share the keys of a short call out. What a route leaves of the range is on the
+# device and not read.
 FLASH_FROM = 1e11  # dense or causal: a causal call of T = 4,096 with 24 heads of 128 is ahead
-CUDNN_FROM = 3e12  # of a block mask, counted as dense: T = 16,384 with such heads
+CUTE_FROM = 3e12  # of routes and skip votes, the smallest measured: T = 16,384 with such heads
+CUDNN_FROM = 3e12  # of a block mask, counted as dense: the same
 CUDNN_PADDED_FROM = 1e13  # of one with padded blocks: T = 32,768
 
 
-def _faster_library(problem: Problem) -> str | None:
-    """The library that was measured ahead of everything else for such a call, None without one.
+def _ahead(problem: Problem) -> tuple[str, ...]:
+    """What was measured ahead of the usual order for such a call, fastest first.
 
     Blocks other than 64 x 64 are served by libraries alone; there flash-attn-4 was ahead at every
-    size. With a tail the Triton kernels were.
+    size.
     """
     work = 4.0 * problem.q.numel() * problem.k.shape[1]
     if problem.plain:
-        return "flash" if (work / 2 if problem.causal else work) >= FLASH_FROM else None
-    if problem.algorithm != "block_mask":
-        return None
-    if problem.block != (64, 64):
-        return "flash"
-    padded = problem.block_lengths is not None
-    return "cudnn" if work >= (CUDNN_PADDED_FROM if padded else CUDNN_FROM) else None
+        return ("flash",) if (work / 2 if problem.causal else work) >= FLASH_FROM else ()
+    mask, padded = problem.algorithm == "block_mask", problem.block_lengths is not None
+    if mask and problem.block != (64, 64):
+        return ("flash",)
+    found = []
+    if work >= CUTE_FROM and not padded and problem.operands is None and not problem.round_p:
+        found.append("cute")
+    if mask and work >= (CUDNN_PADDED_FROM if padded else CUDNN_FROM):
+        found.append("cudnn")
+    return tuple(found)
 
 
 def choose(problem: Problem, impl: str = "auto") -> tuple[Implementation, tuple[Reason, ...]]:
