@@ -150,7 +150,7 @@ def _step(
     if const_expr(shapes.variant.skip is None):
         raised = softmax.fold_unseen(shapes, work, scores, p, weights, shrink)
     else:
-        own = softmax.largest(scores, nan=shapes.variant.skip is not None)
+        own = softmax.largest(scores, nan=True)
         kept = _vote(shapes, work, at, own, n, tile, found)
         if kept != 0:
             raised = softmax.follow(work, shrink)
