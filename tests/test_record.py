@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -113,6 +115,16 @@ def test_a_changed_bias_is_other_weights():
     before = weights_mark(pipe)
     assert weights_mark(pipe) == before == weights_mark(wan_pipeline(tiny_wan()))
     model.blocks[1].ffn.net[2].bias.data[0] += 1
+    assert weights_mark(pipe) != before
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 100, 127, 1000])
+def test_values_of_every_part_of_a_tensor_tell_weights_apart(count: int):
+    model = nn.Linear(count, 1, bias=False)
+    pipe = SimpleNamespace(components={"transformer": model})
+    before = weights_mark(pipe)
+    with torch.no_grad():
+        model.weight[0, count * 3 // 4 :] += 1
     assert weights_mark(pipe) != before
 
 

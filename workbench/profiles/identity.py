@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-SAMPLES = 64  # values of every tensor: other weights differ in them, and no file is read again
+SAMPLES = 64  # values of a tensor at most: other weights differ in them, and no file is read again
 
 
 def weights_mark(pipe: Any) -> str:
@@ -23,8 +24,7 @@ def weights_mark(pipe: Any) -> str:
     for name, part in sorted(pipe.components.items()):
         if not isinstance(part, nn.Module) or name == "vae":
             continue
-        tensors = sorted(part.state_dict().items())
-        for tensor_name, tensor in tensors:
+        for tensor_name, tensor in sorted(part.state_dict().items()):
             digest.update(f"{name}.{tensor_name} {tuple(tensor.shape)}\n".encode())
             if not tensor.is_meta:  # where its values are elsewhere until it runs
                 digest.update(_spread(tensor).tobytes())
@@ -41,7 +41,7 @@ def schedule_mark(pipe: Any) -> str:
 
 
 def _spread(tensor: torch.Tensor) -> numpy.ndarray:
-    """Evenly spread values in float32."""
+    """At most SAMPLES values in float32, evenly spread over the whole tensor."""
     flat = tensor.detach().flatten()
-    step = max(1, flat.numel() // SAMPLES)
-    return flat[::step][:SAMPLES].float().cpu().numpy()
+    step = max(1, math.ceil(flat.numel() / SAMPLES))
+    return flat[::step].float().cpu().numpy()
