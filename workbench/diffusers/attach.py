@@ -70,10 +70,10 @@ def attach(
     _check_options(options)
     transformers = _transformers(model)
     configs = _configs(config, transformers)
-    if train_timesteps is None:
-        train_timesteps = _train_timesteps(model)
-    checks.integer("train_timesteps", train_timesteps, minimum=1)
     clock, scheduler = Clock(), _scheduler(model)
+    if train_timesteps is None:
+        train_timesteps = _train_timesteps(scheduler)
+    checks.integer("train_timesteps", train_timesteps, minimum=1)
     models = [
         AttachedModel(
             name,
@@ -201,6 +201,6 @@ def _scheduler(model: Any) -> Any:
     return None if isinstance(model, nn.Module) else getattr(model, "scheduler", None)
 
 
-def _train_timesteps(model: Any) -> int:
-    config = getattr(_scheduler(model), "config", None)
+def _train_timesteps(scheduler: Any) -> int:
+    config = getattr(scheduler, "config", None)
     return getattr(config, "num_train_timesteps", TRAIN_TIMESTEPS)

@@ -131,10 +131,9 @@ class Forward:
 
     def _publish(self, timestep: float | Tensor | None) -> None:
         if isinstance(timestep, Tensor) and timestep.dtype in HALVES:
-            read = (
-                self._watched or self.attention.cutoff is not None
-            )  # else nothing may wait for it
-            exact = read and not capturing(timestep)
+            # Looking waits for the device, so nobody may look in vain.
+            wanted = self._watched or self.attention.cutoff is not None
+            exact = wanted and not capturing(timestep)
             timestep = self._unrounded(timestep) if exact else timestep.float()
         time = self._normalised(timestep)
         self.attention.begin_step(time)
@@ -155,8 +154,11 @@ class Forward:
         return times[same[0]] if len(same) == 1 else timestep.float()
 
     def _normalised(self, timestep: float | Tensor | None) -> float | Tensor | None:
-        if timestep is None or self.family.falling:
-            return None if timestep is None else timestep / self.train_timesteps
+        """Denoising time of a time argument: 1 at full noise."""
+        if timestep is None:
+            return None
+        if self.family.falling:
+            return timestep / self.train_timesteps
         if not isinstance(timestep, Tensor):
             return 1 - timestep / self.train_timesteps
         kept = torch.promote_types(timestep.dtype, torch.float32)
