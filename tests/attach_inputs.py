@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 from torch import Tensor, nn
 
+from workbench.attention import SparseAttention
 from workbench.config import SolAttnConfig
 
 GRID = (4, 4, 16)  # tokens, in every family
@@ -60,13 +62,27 @@ class Case:
 def placed(inputs: dict[str, Any], model: Any) -> dict[str, Any]:
     """The inputs on the model's device and in its dtype; times stay float32."""
     like = next(model.parameters())
-    made = {name: x.to(like.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    return {
-        name: x.to(like.dtype)
-        if isinstance(x, Tensor) and x.is_floating_point() and name != "timestep"
-        else x
-        for name, x in made.items()
-    }
+
+    def moved(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        converts = x.is_floating_point() and name != "timestep"
+        return x.to(like.device, like.dtype if converts else x.dtype)
+
+    return {name: moved(name, x) for name, x in inputs.items()}
+
+
+def spy(patch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every output of every policy, in order."""
+    outputs: list[Tensor] = []
+    run = SparseAttention.__call__
+
+    def call(self: SparseAttention, *args: Any, **kwargs: Any) -> Tensor:
+        outputs.append(run(self, *args, **kwargs))
+        return outputs[-1]
+
+    patch.setattr(SparseAttention, "__call__", call)
+    return outputs
 
 
 def _wan() -> Any:

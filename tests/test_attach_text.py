@@ -14,7 +14,7 @@ pytest.importorskip("diffusers", reason="needs diffusers: pip install 'diffusers
 
 import workbench
 from blockattn import UnsupportedError, attend, skip_softmax_attention, sol_attention
-from tests.attach_inputs import CASES, SOL, TEXT, VIDEO, Case, text_mask
+from tests.attach_inputs import CASES, SOL, TEXT, VIDEO, Case, spy, text_mask
 from tests.policy_inputs import CALL, TOKENS, Dense, qkv
 from workbench.attention import SparseAttention
 from workbench.attention.text import merged
@@ -150,19 +150,6 @@ def test_text_rows_of_a_model_are_those_of_its_own_dense_attention(
         torch.testing.assert_close(out[:, rows], dense_attention(q[:, rows], k, v, call))
         video = slice(call.prefix, q.shape[1] - call.suffix)
         assert not torch.allclose(out[:, video], dense_attention(q[:, video], k, v, call))
-
-
-def spy(patch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Every output of every policy, in order."""
-    outputs: list[Tensor] = []
-    run = SparseAttention.__call__
-
-    def call(self: SparseAttention, *args: Any, **kwargs: Any) -> Tensor:
-        outputs.append(run(self, *args, **kwargs))
-        return outputs[-1]
-
-    patch.setattr(SparseAttention, "__call__", call)
-    return outputs
 
 
 @pytest.mark.parametrize("case", MASKED, ids=lambda case: case.name)
