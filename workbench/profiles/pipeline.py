@@ -131,7 +131,8 @@ class PipelineVideo:
     def step_seconds(self, prompt: str) -> float:
         """How long one denoising step takes, from the first one, after which sampling is stopped.
 
-        The first step is the slowest: kernels are compiled and memory is taken in it.
+        The first step is the slowest: kernels are compiled and memory is taken in it. Where it is
+        the only one, what is decoded after it counts too.
         """
         began: list[float] = []
 
@@ -257,4 +258,4 @@ class PipelineVideo:
 
 
 class _Enough(Exception):
-    """Ends a sampling once its first attention call has been seen."""
+    """Ends a sampling once enough of it has been seen."""
