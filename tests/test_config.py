@@ -269,16 +269,26 @@ def test_reading_a_good_file_warns_of_nothing():
         load_config(visual_gen("algorithm: skip_softmax, threshold_scale_factor: 12"))
 
 
-@pytest.mark.parametrize("comments", ["", "# chosen by workbench tune\n"])
-def test_a_written_file_that_was_cut_off_is_refused_wherever(comments: str):
+@pytest.mark.parametrize("line", ["\n", "\r\n"], ids=["lf", "crlf"])
+@pytest.mark.parametrize("start", ["", "# chosen by workbench tune\n", "\ufeff"])
+def test_a_written_file_that_was_cut_off_is_refused_wherever(start: str, line: str):
     """Without its last field, dense_layers, it would be a valid file for every layer."""
     config = wrapped(SolAttnConfig(tau=1.5, dense_layers=(0, 1)))
-    text = comments + dump_config(config)
+    text = (start + dump_config(config)).replace("\n", line)
     assert load_config(text) == config
     assert load_config(text.rstrip()) == config
     for end in range(len(text.rstrip())):
         with pytest.raises(ValueError, match=r"was cut off|attention_config|not YAML"):
             load_config(text[:end])
+
+
+@pytest.mark.parametrize("comment", ["# seen by the team\n", "\n  # seen\n\n# twice"])
+def test_a_comment_behind_the_end_of_a_written_file_cuts_nothing_off(comment: str):
+    config = wrapped(SolAttnConfig(tau=1.5, dense_layers=(0, 1)))
+    assert load_config(dump_config(config) + comment) == config
+    assert load_config(dump_config(config).rstrip() + "  # end") == config
+    with pytest.raises(ValueError, match="was cut off"):
+        load_config(dump_config(config).removesuffix("...\n") + comment)
 
 
 def test_a_file_written_by_hand_needs_no_end():

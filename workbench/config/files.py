@@ -146,8 +146,13 @@ def read_yaml(source: str | Path, where: str, *, whole: bool = False) -> Any:
 
 
 def _check_end(text: str) -> None:
-    """Every part of a configuration may be left out, so what is left of a file would be valid."""
-    if PROMISE in text.splitlines() and text.rstrip().splitlines()[-1] != END:
+    """Every part of a configuration may be left out, so what is left of a file would be valid.
+
+    An editor may put a byte order mark in front, and a user comments behind.
+    """
+    lines = text.removeprefix("\ufeff").splitlines()
+    said = [line for line in (line.split("#")[0].strip() for line in lines) if line]
+    if PROMISE in lines and said[-1:] != [END]:
         raise ValueError(f"was cut off: its last line is not {END}; copy or write it again")
 
 
