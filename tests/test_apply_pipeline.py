@@ -232,6 +232,15 @@ def test_a_plan_of_evenly_spread_calls_records_the_dense_run(wan: PipelineVideo,
     assert capture.load(0, 3).q.shape == (1, 192, 1, 32)
 
 
+@pytest.mark.parametrize("name", ["layers", "steps", "heads"])
+def test_a_plan_of_no_calls_is_refused_by_the_name_of_what_is_missing(
+    wan: PipelineVideo, name: str
+):
+    wanted = {"layers": 2, "steps": 2, "heads": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
+        spread_plan(wan, **wanted, prompt="a")
+
+
 def test_indices_are_spread_evenly_over_what_there_is():
     assert spread(40, 4) == (0, 13, 26, 39)
     assert spread(3, 9) == (0, 1, 2)

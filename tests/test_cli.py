@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -351,3 +352,24 @@ def test_the_help_of_a_command_says_what_is_taken_where_nothing_is_given(
 ):
     output = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
     assert all(default in output for default in defaults), output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--layers", "0,2,0", r"layers=\(0, 2, 0\): must be without repeats"),
+        ("--at-steps", "1,1", "at_steps=.* without repeats"),
+        ("--heads", "0,0", "heads=.* without repeats"),
+        ("--order", "hilbert", "order='hilbert'.*raster"),
+        ("--query-blocks", "0", "query_blocks=0: must be at least 1"),
+        ("--seed", "-1", "seed=-1: must be at least 0"),
+    ],
+)
+def test_record_refuses_what_no_model_could_serve_before_it_looks_for_one(
+    tmp_path: Path, option: str, value: str, message: str
+):
+    given = {"--out": "a", "--prompt": "a", "--layers": "0", "--at-steps": "1", option: value}
+    words = [word for pair in given.items() for word in pair]
+    done = CliRunner().invoke(cli.app, ["record", str(tmp_path / "none"), *words])
+    assert isinstance(done.exception, ValueError)
+    assert re.search(message, str(done.exception))

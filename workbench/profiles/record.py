@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from blockattn import TokenGrid, checks
+from blockattn.layout import ORDERS
 from workbench.capture import Capture, CaptureSpec, Selection, open_capture, spread_blocks
 from workbench.capture.recorder import Recorder
 from workbench.capture.writer import LIMIT_BYTES
@@ -20,6 +21,7 @@ from workbench.diffusers.order import token_order
 from workbench.models import AttentionCall
 from workbench.profiles.identity import schedule_mark, weights_mark
 from workbench.profiles.pipeline import PipelineVideo
+from workbench.sample.settings import MAX_SEED
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,23 @@ class RecordPlan:
     order: str = "raster"
 
     def check(self, folder: str | Path, steps: int | None) -> None:
-        """Refuses what the folder's configuration shows to be wrong, before weights are read.
+        """Refuses what is wrong in itself or for the folder's model, before weights are read.
 
         Args:
             folder: of a pipeline or transformer. steps: of the scheduler, if they are given.
 
         Raises:
-            ValueError, TypeError: a layer, head or step that there is not.
+            ValueError, TypeError: a layer, head or step that there is not or that is named twice,
+                no order of tokens, no number of rows, or no seed.
         """
+        checks.one_of("order", self.order, ORDERS)
+        checks.integer("seed", self.seed, maximum=MAX_SEED)
+        if self.query_blocks is not None:
+            checks.integer("query_blocks", self.query_blocks, minimum=1)
+        chosen = {"layers": self.layers, "at_steps": self.at_steps, "heads": self.heads or ()}
+        for name, values in chosen.items():
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={values}: must be without repeats")
         found = outline(folder)
         if found is None:
             return
@@ -111,7 +122,12 @@ def spread_plan(
         video: the pipeline.
         layers, steps, heads: how many of each; all where the model has no more.
         prompt, seed: of the sampling.
+
+    Raises:
+        TypeError, ValueError: fewer than one of them.
     """
+    for name, number in (("layers", layers), ("steps", steps), ("heads", heads)):
+        checks.integer(name, number, minimum=1)
     seen = video.look(prompt)
     return RecordPlan(
         layers=spread(len(video.module_names), layers),
