@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -272,6 +273,15 @@ def test_a_recording_with_other_settings_is_not_resumed(tmp_path: Path, changes,
     with pytest.raises(ValueError, match=f"the interrupted recording is another one .*{message}"):
         Recorder(path, spec(**{"details": {"seed": "5"}, **changes}), resume=True)
     assert path.with_name("a.safetensors.partial").read_bytes() == before
+
+
+def test_of_settings_in_json_only_what_differs_is_named(tmp_path: Path):
+    path = tmp_path / "a.safetensors"
+    interrupted(path, details={"scheduler": '{"shift": 3.0, "kind": "euler", "old": null}'})
+    now = spec(details={"scheduler": '{"kind": "euler", "shift": 5.0}'})
+    named = """scheduler: '{"shift": 3.0, "old": null}' there, '{"shift": 5.0}' now"""
+    with pytest.raises(ValueError, match=re.escape(f"({named})")):
+        Recorder(path, now, resume=True)
 
 
 def test_an_entry_whose_bytes_never_reached_the_disk_is_recorded_again(tmp_path: Path):

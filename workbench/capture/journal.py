@@ -66,13 +66,29 @@ class Journal:
         different = [name for name in names if theirs.get(name) != self._facts.get(name)]
         if different:
             listing = "; ".join(
-                f"{name}: {theirs.get(name)!r} there, {self._facts.get(name)!r} now"
+                "{}: {!r} there, {!r} now".format(
+                    name, *_without_equal(theirs.get(name), self._facts.get(name))
+                )
                 for name in different
             )
             raise ValueError(
                 f"{self.path}: the interrupted recording is another one ({listing}); record with "
                 "its settings, or delete it and its .partial file"
             )
+
+
+def _without_equal(theirs: object, ours: object) -> tuple[object, object]:
+    """Two facts; of JSON objects, such as the settings of a scheduler, only what differs."""
+    try:
+        a, b = json.loads(str(theirs)), json.loads(str(ours))
+    except ValueError:
+        return theirs, ours
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return theirs, ours
+    equal = {key for key in a.keys() & b.keys() if a[key] == b[key]}
+    left = ({key: x for key, x in d.items() if key not in equal} for d in (a, b))
+    first, second = map(json.dumps, left)
+    return first, second
 
 
 def entries_in(path: Path) -> int:
