@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from workbench.capture import open_capture
 from workbench.capture.recorder import Recorder
 from workbench.config import SkipSoftmaxConfig, SolAttnConfig, VideoSparseAttentionConfig
 from workbench.diffusers import attach, package
-from workbench.diffusers.folder import open_pipeline
+from workbench.diffusers.folder import open_pipeline, outline
 from workbench.diffusers.package import diffusers_package
 from workbench.diffusers.wan import tiny_wan, tiny_wan_pipeline, wan_pipeline
 from workbench.export import export_config
@@ -239,6 +240,19 @@ def test_a_plan_of_no_calls_is_refused_by_the_name_of_what_is_missing(
     wanted = {"layers": 2, "steps": 2, "heads": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
         spread_plan(wan, **wanted, prompt="a")
+
+
+@pytest.mark.parametrize("part", ["scheduler", "transformer"])
+@pytest.mark.parametrize("opened", [open_pipeline, outline], ids=lambda x: x.__name__)
+def test_a_folder_with_a_class_that_this_diffusers_lacks_is_refused(
+    tmp_path: Path, opened: Callable[[Path], Any], part: str
+):
+    tiny_wan_pipeline().save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    index[part] = ["diffusers", "NotYet"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"diffusers \S+ has no NotYet; install the version .*\d"):
+        opened(tmp_path)
 
 
 def test_indices_are_spread_evenly_over_what_there_is():

@@ -361,7 +361,7 @@ def test_the_help_of_a_command_says_what_is_taken_where_nothing_is_given(
         ("--at-steps", "1,1", "at_steps=.* without repeats"),
         ("--heads", "0,0", "heads=.* without repeats"),
         ("--order", "hilbert", "order='hilbert'.*raster"),
-        ("--query-blocks", "0", "query_blocks=0: must be at least 1"),
+        ("--query-blocks", "1", "query_blocks=1: must be at least 2"),
         ("--seed", "-1", "seed=-1: must be at least 0"),
     ],
 )

@@ -83,13 +83,13 @@ def outline(folder: str | Path) -> Outline | None:
 
 def _one_call_a_step(path: Path) -> bool:
     """A scheduler of a higher order calls the model more often."""
-    index = _json(path / INDEX) if (path / INDEX).is_file() else {}
+    index = _index(path) if (path / INDEX).is_file() else {}
     _, kind = index.get("scheduler", (None, None))
-    return kind is None or getattr(diffusers_package(), kind).order == 1
+    return kind is None or getattr(getattr(diffusers_package(), kind, None), "order", None) == 1
 
 
 def _saved(path: Path, dtype: torch.dtype) -> Any:
-    index = _json(path / INDEX)
+    index = _index(path)
     # A part that was left out when the pipeline was saved has to be left out by name.
     absent = {
         name: None for name, value in index.items() if isinstance(value, list) and value[0] is None
@@ -97,6 +97,23 @@ def _saved(path: Path, dtype: torch.dtype) -> Any:
     return diffusers_package().DiffusionPipeline.from_pretrained(
         path, local_files_only=True, **{dtype_argument(): _dtypes(index, absent, dtype)}, **absent
     )
+
+
+def _index(path: Path) -> dict[str, Any]:
+    """Library and class of every part of a saved pipeline.
+
+    Raises:
+        ValueError: a class that the installed diffusers does not have.
+    """
+    index, kinds = _json(path / INDEX), diffusers_package()
+    parts = [part for part in index.values() if isinstance(part, list) and len(part) == 2]
+    for kind in (kind for library, kind in parts if library == "diffusers"):
+        if not isinstance(kind, str) or not hasattr(kinds, kind):
+            raise ValueError(
+                f"{path / INDEX}: diffusers {kinds.__version__} has no {kind}; install the version "
+                f"that the folder was made with ({index.get('_diffusers_version', 'not said')})"
+            )
+    return index
 
 
 def _dtypes(

@@ -57,7 +57,7 @@ class RecordPlan:
         checks.one_of("order", self.order, ORDERS)
         checks.integer("seed", self.seed, maximum=MAX_SEED)
         if self.query_blocks is not None:
-            checks.integer("query_blocks", self.query_blocks, minimum=1)
+            checks.integer("query_blocks", self.query_blocks, minimum=2)
         chosen = {"layers": self.layers, "at_steps": self.at_steps, "heads": self.heads or ()}
         for name, values in chosen.items():
             if len(set(values)) < len(values):
