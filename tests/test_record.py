@@ -194,6 +194,19 @@ def test_a_layer_step_or_head_that_is_not_there_is_refused_before_weights_are_re
     assert message in str(done.exception)
 
 
+def test_a_file_that_exists_is_refused_before_weights_are_read(tmp_path: Path):
+    folder, out = tmp_path / "wan", tmp_path / "a.safetensors"
+    tiny_wan().save_pretrained(folder)
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()
+    out.write_bytes(b"kept")
+    options = ["--out", str(out), "--prompt", "a", "--layers", "0", "--at-steps", "1"]
+    done = CliRunner().invoke(cli.app, ["record", str(folder), *options, "--device", "cpu"])
+    assert isinstance(done.exception, FileExistsError)
+    assert "a capture replaces nothing" in str(done.exception)
+    assert out.read_bytes() == b"kept"
+
+
 def test_the_record_command_takes_a_folder_and_predicts(tmp_path: Path):
     folder, out = tmp_path / "wan", tmp_path / "a.safetensors"
     tiny_wan().save_pretrained(folder)

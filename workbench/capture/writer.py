@@ -21,6 +21,22 @@ from workbench.capture.journal import Digests, Journal, Progress, Times, entries
 LIMIT_BYTES = 2**30  # 1 GiB: a capture that nobody meant to make this large
 
 
+def check_target(path: Path) -> None:
+    """A capture can be written to ``path``.
+
+    Raises:
+        ValueError: it is a folder.
+        FileExistsError: it is there already.
+    """
+    if not path.name or path.is_dir():
+        raise ValueError(f"path={str(path)!r}: a folder; name a file in it: a.safetensors")
+    if path.exists():
+        raise FileExistsError(
+            f"path={str(path)!r}: exists already, and a capture replaces nothing; give another "
+            "path, or delete the file first"
+        )
+
+
 def check_size(path: Path, spec: CaptureSpec, limit_bytes: int, *, held: int = 0) -> None:
     """Refuses a capture above the limit, or one that the disk has no room for, before any work.
 
@@ -83,13 +99,7 @@ class CaptureWriter:
     ) -> None:
         self.path = Path(path)
         self.spec = spec
-        if not self.path.name or self.path.is_dir():
-            raise ValueError(f"path={str(path)!r}: a folder; name a file in it: a.safetensors")
-        if self.path.exists():
-            raise FileExistsError(
-                f"path={str(path)!r}: exists already, and a capture replaces nothing; give another "
-                "path, or delete the file first"
-            )
+        check_target(self.path)
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._journal = Journal(self.path.with_name(self.path.name + ".journal"), spec)
         left = self._left_over(resume)

@@ -116,7 +116,7 @@ def record(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Sample with a diffusers pipeline and record q, k, v of chosen layers, steps, heads, rows."""
-    from workbench.capture import recording_memory
+    from workbench.capture import check_target, recording_memory
     from workbench.devices import choose_device
     from workbench.profiles.models import pipeline
     from workbench.profiles.record import RecordPlan, forecast, record_pipeline
@@ -131,6 +131,7 @@ def record(
         order=order,
     )
     sizes = None if size is None else video_size("--size", size)
+    check_target(out)
     plan.check(model, steps)
     video = pipeline(model, size=sizes, steps=steps, guidance=guidance, device=device)
     spec = plan.spec(video)
