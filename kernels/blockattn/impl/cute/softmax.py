@@ -252,31 +252,26 @@ def move(source: Any, target: Any):
 @dsl_user_op
 def pinned(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """x in a register from here on, instead of computed again where it is used."""
-    kind = llvm.AsmDialect.AD_ATT
-    value = Float32(x).ir_value(loc=loc, ip=ip)
     return Float32(
-        llvm.inline_asm(
-            T.f32(), [value], "mov.f32 $0, $1;", "=f,f", has_side_effects=True, asm_dialect=kind
-        )
-    )
-
-
-@dsl_user_op
-def _pair(high: Float32, low: Float32, dtype: str, *, loc: Any = None, ip: Any = None) -> Int32:
-    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
-    text = f"cvt.rn.{PAIRS[dtype]}.f32 $0, $1, $2;"
-    kind = llvm.AsmDialect.AD_ATT
-    return Int32(
-        llvm.inline_asm(T.i32(), values, text, "=r,f,f", has_side_effects=True, asm_dialect=kind)
+        _in_place(T.f32(), "mov.f32 $0, $1;", "=f,f", Float32(x).ir_value(loc=loc, ip=ip))
     )
 
 
 @dsl_user_op
 def fresh(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """x as if it were new: what follows from it is computed again instead of kept in registers."""
-    kind, value = llvm.AsmDialect.AD_ATT, Int32(x).ir_value(loc=loc, ip=ip)
-    return Int32(
-        llvm.inline_asm(
-            T.i32(), [value], "mov.b32 $0, $1;", "=r,r", has_side_effects=True, asm_dialect=kind
-        )
+    return Int32(_in_place(T.i32(), "mov.b32 $0, $1;", "=r,r", Int32(x).ir_value(loc=loc, ip=ip)))
+
+
+@dsl_user_op
+def _pair(high: Float32, low: Float32, dtype: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    return Int32(_in_place(T.i32(), f"cvt.rn.{PAIRS[dtype]}.f32 $0, $1, $2;", "=r,f,f", *values))
+
+
+def _in_place(result: Any, text: str, operands: str, *values: Any) -> Any:
+    """An instruction that the compiler neither moves nor leaves out."""
+    kind = llvm.AsmDialect.AD_ATT
+    return llvm.inline_asm(
+        result, list(values), text, operands, has_side_effects=True, asm_dialect=kind
     )

@@ -134,10 +134,11 @@ def _launch(
     if splits > 1:
         partial = torch.empty(splits, lines, dim, dtype=torch.float32, device=out.device)
         partial_lse = torch.empty(splits, lines, dtype=torch.float32, device=out.device)
+    skip = problem.skip_threshold is not None
     tma = descriptors_fit(problem.q, problem.k, problem.v)
     query_tma = tma and query_through_descriptor(
         capability_of(out.device),
-        skip=problem.skip_threshold is not None,
+        skip=skip,
         plain=problem.plain and not problem.causal,
     )
     route, tail, none = problem.visited, problem.tail, problem.q
@@ -149,7 +150,6 @@ def _launch(
     limit = -math.inf
     if problem.skip_threshold:
         limit = math.log2(problem.skip_threshold)
-    skip = problem.skip_threshold is not None
     adaptive = config.adaptive and skip
     kernel: Any = kernels.attention
     kernel[(tiles, heads, batch * splits)](
