@@ -207,12 +207,30 @@ def test_a_file_that_exists_is_refused_before_weights_are_read(tmp_path: Path):
     assert out.read_bytes() == b"kept"
 
 
-def test_the_record_command_takes_a_folder_and_predicts(tmp_path: Path):
-    folder, out = tmp_path / "wan", tmp_path / "a.safetensors"
-    tiny_wan().save_pretrained(folder)
-    arguments = ["record", str(folder), "--out", str(out), "--prompt", "a disc", "--layers", "0"]
-    arguments += ["--at-steps", "1", "--size", "13,128,128", "--steps", "3", "--device", "cpu"]
-    arguments += ["--guidance", "1"]
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Of the command, for a transformer in a folder; the capture's own folder is not there yet."""
+    tiny_wan().save_pretrained(tmp_path / "wan")
+    return [
+        *("record", str(tmp_path / "wan"), "--out", str(tmp_path / "new" / "a.safetensors")),
+        *("--prompt", "a disc", "--layers", "0", "--at-steps", "1", "--size", "13,128,128"),
+        *("--steps", "3", "--guidance", "1", "--device", "cpu"),
+    ]
+
+
+@pytest.mark.parametrize("check", [["--check"], []], ids=["check", "record"])
+def test_a_capture_above_the_limit_is_refused_also_by_a_check(
+    arguments: list[str], check: list[str], tmp_path: Path
+):
+    done = CliRunner().invoke(cli.app, [*arguments, "--limit-mb", "0", *check])
+    assert isinstance(done.exception, ValueError)
+    assert "above limit_bytes=0" in str(done.exception)
+    assert "a step takes about" not in done.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_record_command_takes_a_folder_and_predicts(arguments: list[str], tmp_path: Path):
+    out = tmp_path / "new" / "a.safetensors"
     checked = CliRunner().invoke(cli.app, [*arguments, "--check"])
     assert checked.exit_code == 0, checked.output
     assert not out.exists()

@@ -37,11 +37,8 @@ def check_target(path: Path) -> None:
         )
 
 
-def check_size(path: Path, spec: CaptureSpec, limit_bytes: int, *, held: int = 0) -> None:
+def check_size(path: Path, spec: CaptureSpec, limit_bytes: int) -> None:
     """Refuses a capture above the limit, or one that the disk has no room for, before any work.
-
-    Args:
-        held: bytes that an interrupted recording of it already occupies.
 
     Raises:
         ValueError: above the limit. OSError: the disk is too full.
@@ -53,9 +50,17 @@ def check_size(path: Path, spec: CaptureSpec, limit_bytes: int, *, held: int = 0
             f"{spec.grid.tokens:,} tokens), above limit_bytes={limit_bytes:,}; record fewer layers "
             f"or steps, or raise the limit (--limit-mb {-(-size // 2**20)})"
         )
-    free = shutil.disk_usage(path.parent).free
-    if size - held > free:
-        raise _full(path, f"{size - held:,} bytes, but only {free:,} are free")
+    partial = _partial(path)
+    missing = size - (partial.stat().st_blocks * 512 if partial.is_file() else 0)
+    folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(folder).free
+    if missing > free:
+        raise _full(path, f"{missing:,} bytes, but only {free:,} are free")
+
+
+def _partial(path: Path) -> Path:
+    """Where a recording grows until it is whole."""
+    return path.with_name(path.name + ".partial")
 
 
 def _full(path: Path, what: str) -> OSError:
@@ -100,12 +105,11 @@ class CaptureWriter:
         self.path = Path(path)
         self.spec = spec
         check_target(self.path)
-        self.partial = self.path.with_name(self.path.name + ".partial")
+        self.partial = _partial(self.path)
         self._journal = Journal(self.path.with_name(self.path.name + ".journal"), spec)
         left = self._left_over(resume)
+        check_size(self.path, spec, limit_bytes)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        held = self.partial.stat().st_blocks * 512 if left else 0
-        check_size(self.path, spec, limit_bytes, held=held)
         done = self._journal.read() if left else Progress()
         self._file = self._open(fresh=not left)
         self._times, self._digests = self._kept(done) if left else self._begin()

@@ -116,7 +116,7 @@ def record(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Sample with a diffusers pipeline and record q, k, v of chosen layers, steps, heads, rows."""
-    from workbench.capture import check_target, recording_memory
+    from workbench.capture import check_size, check_target, recording_memory
     from workbench.devices import choose_device
     from workbench.profiles.models import pipeline
     from workbench.profiles.record import RecordPlan, forecast, record_pipeline
@@ -138,8 +138,9 @@ def record(
     host, on_device = recording_memory(spec, gpu=choose_device(device).type == "cuda")
     typer.echo(f"{out}: will take {spec.total_bytes:,} bytes, {spec.label}")
     typer.echo(f"recording takes up to {host:,} bytes of memory, {on_device:,} on the GPU")
+    limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}
     if check:
+        check_size(out, spec, limits["limit_bytes"])
         typer.echo(forecast(plan, video.step_seconds(prompt)))
         return
-    limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}
     typer.echo(record_pipeline(video, plan, spec, out, **limits, tell=typer.echo).summary)
