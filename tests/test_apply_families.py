@@ -15,7 +15,9 @@ from tests.pipeline_inputs import PIPELINES
 from tests.test_apply import config
 from workbench.config import AttentionConfig, SkipSoftmaxConfig, VideoSparseAttentionConfig
 from workbench.diffusers import attach
+from workbench.diffusers.families import family_of
 from workbench.diffusers.folder import Outline, outline
+from workbench.diffusers.model import plain
 from workbench.export import export_config
 from workbench.models import AttentionCall
 from workbench.profiles.pipeline import PipelineVideo
@@ -57,6 +59,22 @@ def test_a_profile_runs_sparse_in_every_layer(model: PipelineVideo):
     assert run.density < 1
     assert torch.isfinite(run.video).all()
     assert not torch.equal(run.video, model.run(PROMPT, 0))
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["height", "width"])
+def test_a_size_that_is_refused_is_one_that_the_pipeline_cannot_make(
+    model: PipelineVideo, axis: int
+):
+    assert model.size is not None
+    family, size = family_of(plain(model.pipe.transformer)), list(model.size)
+    size[axis] += family.multiple
+    replace(model, size=tuple(size), steps=2).run(PROMPT, 0)
+    size[axis] -= family.multiple // 2
+    with pytest.raises(ValueError, match=f"must be a multiple of {family.multiple}"):
+        replace(model, size=tuple(size))
+    bare = {"num_frames": size[0], "height": size[1], "width": size[2], "output_type": "latent"}
+    with pytest.raises((ValueError, RuntimeError), match=r"divisible by|size of tensor|shape"):
+        model.pipe(PROMPT, num_inference_steps=2, **bare)
 
 
 @pytest.mark.gpu

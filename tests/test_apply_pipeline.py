@@ -211,6 +211,7 @@ def test_transformers_of_different_depth_are_refused():
     [
         ({"steps": 0}, "steps=0"),
         ({"size": (9, 0, 64)}, "height=0"),
+        ({"size": (9, 64, 72)}, "width=72: must be a multiple of 16 .*, such as 80"),
         ({"guidance": math.nan}, "guidance=nan"),
     ],
 )
@@ -358,6 +359,27 @@ def test_options_of_the_other_model_are_refused(
 ):
     (tmp_path / "mine.txt").write_text("0-1=0.0")
     done = invoke(tmp_path / "mine.txt", "--model", saved, *arguments)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--size", "13,96,100"), "width=100: must be a multiple of 16"),
+        (("--steps", "0"), "steps=0: must be at least 1"),
+        (("--seeds", "1,1"), "must be at least one, without repeats"),
+        (("--gate", "open"), "gate='open': must be one of"),
+        (("--impl", "fast"), "impl='fast': must be one of"),
+    ],
+)
+def test_settings_are_refused_before_weights_are_read(
+    saved: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+):
+    folder = tmp_path / "wan"
+    shutil.copytree(saved, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "mine.txt").write_text("0-1=0.0")
+    done = invoke(tmp_path / "mine.txt", "--model", folder, "--prompt", "a", *arguments)
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)
 

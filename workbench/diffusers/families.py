@@ -6,7 +6,7 @@ the video the text is on, which way the time argument runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ class Family:
         cross: the same for cross-attention, which stays as it is and is counted.
         grid: (config, arguments of forward) -> tokens along (t, h, w), `None` where they do not
             say.
+        multiple: height and width in pixels are multiples of it, the size of a token.
         text: where text tokens stand in the self-attention: nowhere, `before` or `after` the video.
         text_mask: forward's argument [B, text] with the valid text tokens, where the model masks
             them inside the attention.
@@ -36,6 +37,7 @@ class Family:
     model: str
     blocks: tuple[tuple[str, str], ...]
     grid: Callable[[Any, Given], Grid | None]
+    multiple: int
     cross: tuple[tuple[str, str], ...] = ()
     text: Literal["nowhere", "before", "after"] = "nowhere"
     text_mask: str | None = None
@@ -44,6 +46,20 @@ class Family:
     def attention_modules(self, model: nn.Module) -> list[str]:
         """Names of the self-attention modules, layer by layer."""
         return _names(model, self.blocks)
+
+    def check_size(self, size: Sequence[int]) -> None:
+        """Refuses frames, height and width of a video that the models cannot make.
+
+        Raises:
+            ValueError: a height or width between two multiples.
+        """
+        for name, value in zip(("height", "width"), size[1:], strict=True):
+            if value % self.multiple:
+                above = -(-value // self.multiple) * self.multiple
+                raise ValueError(
+                    f"{name}={value}: must be a multiple of {self.multiple} for {self.model}, such "
+                    f"as {above}"
+                )
 
     def cross_modules(self, model: nn.Module) -> list[str]:
         """Names of the cross-attention modules."""
@@ -94,11 +110,13 @@ FAMILIES = (
         blocks=(("blocks", "attn1"),),
         cross=(("blocks", "attn2"),),
         grid=_wan_grid,
+        multiple=16,
     ),
     Family(
         "HunyuanVideoTransformer3DModel",
         blocks=(("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
         grid=_hunyuan_grid,
+        multiple=16,
         text="after",
         text_mask="encoder_attention_mask",
     ),
@@ -107,17 +125,20 @@ FAMILIES = (
         blocks=(("transformer_blocks", "attn1"),),
         cross=(("transformer_blocks", "attn2"),),
         grid=_ltx_grid,
+        multiple=32,
     ),
     Family(
         "CogVideoXTransformer3DModel",
         blocks=(("transformer_blocks", "attn1"),),
         grid=_cogvideox_grid,
+        multiple=16,
         text="before",
     ),
     Family(
         "MochiTransformer3DModel",
         blocks=(("transformer_blocks", "attn1"),),
         grid=_mochi_grid,
+        multiple=16,
         text="after",  # its processor crops the padding itself, sample by sample
         falling=False,
     ),

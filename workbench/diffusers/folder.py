@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from workbench.diffusers.families import FAMILIES, family_of
+from workbench.diffusers.families import FAMILIES, Family
 from workbench.diffusers.package import diffusers_package, dtype_argument
 from workbench.diffusers.wan import wan_pipeline
 
@@ -70,15 +70,35 @@ def outline(folder: str | Path) -> Outline | None:
         ValueError: a damaged file. ModuleNotFoundError: as of :func:`open_pipeline`.
     """
     path = Path(folder)
-    place = next((p for p in (path / "transformer", path) if (p / CONFIG).is_file()), None)
-    config = {} if place is None else _json(place / CONFIG)
-    if config.get("_class_name") not in {family.model for family in FAMILIES}:
+    family, config = family_at(path), _transformer_config(path)
+    if family is None:
         return None
     kinds = diffusers_package()
     with import_module("accelerate").init_empty_weights():
-        model = getattr(kinds, config["_class_name"]).from_config(config)
-    names = family_of(model).attention_modules(model)
+        model = getattr(kinds, family.model).from_config(config)
+    names = family.attention_modules(model)
     return Outline(len(names), model.get_submodule(names[0]).heads, _one_call_a_step(path))
+
+
+def family_at(folder: str | Path) -> Family | None:
+    """The family of a folder's transformer; `None` where no configuration tells one.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    kind = _transformer_config(Path(folder)).get("_class_name")
+    return next((family for family in FAMILIES if family.model == kind), None)
+
+
+def _transformer_config(path: Path) -> dict[str, Any]:
+    place = _transformer_place(path)
+    return {} if place is None else _json(place / CONFIG)
+
+
+def _transformer_place(path: Path) -> Path | None:
+    """Where the configuration of the (first) transformer is."""
+    places = (path / "transformer", path)
+    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def _one_call_a_step(path: Path) -> bool:
@@ -128,7 +148,7 @@ def _dtypes(
 
 def _around(path: Path, dtype: torch.dtype) -> Any:
     """A pipeline around one transformer: no text encoder, no decoder."""
-    place = next((p for p in (path, path / "transformer") if (p / CONFIG).is_file()), None)
+    place = _transformer_place(path)
     if place is None:
         raise FileNotFoundError(
             f"model={str(path)!r}: neither {INDEX} nor {CONFIG} nor transformer/{CONFIG} is there; "

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 
+from blockattn import checks
+from blockattn.impl import registry
+from workbench.attention.lowering import GATES
 from workbench.devices import choose_device
-from workbench.diffusers.folder import CONFIG, INDEX, open_pipeline
+from workbench.diffusers.folder import CONFIG, INDEX, family_at, open_pipeline
 from workbench.diffusers.wan import tiny_wan_pipeline
 from workbench.models import load_model
 from workbench.options import three_sizes, video_size
 from workbench.paths import BUNDLED_WEIGHTS, data_dir
-from workbench.profiles.pipeline import PipelineVideo
+from workbench.profiles.pipeline import PipelineVideo, check_settings
 from workbench.profiles.tiny import TinyVideo
 from workbench.profiles.video import VideoModel
 
@@ -39,9 +42,12 @@ def pipeline(
         device: ``auto``, ``cpu`` or ``cuda``. Weights are bfloat16 on a GPU, else float32.
 
     Raises:
+        ValueError, TypeError: as of :func:`check_settings`, before weights are read.
         FileNotFoundError, ValueError, ModuleNotFoundError: as of
             :func:`workbench.diffusers.folder.open_pipeline`.
     """
+    family = None if folder is None else family_at(folder)
+    check_settings(family, size=size, steps=steps, guidance=guidance)
     place = choose_device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     if folder is not None:
@@ -84,6 +90,8 @@ class Choice:
             if value is not None:
                 only = "a --model FOLDER" if self.folder is None else "the small model"
                 raise ValueError(f"{name} {value}: is for {only} alone; leave it out")
+        checks.one_of("gate", self.gate, GATES)
+        registry.check_name(self.impl)
 
     def open(self) -> VideoModel:
         """The model, on its device.

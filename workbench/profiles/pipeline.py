@@ -24,13 +24,13 @@ from blockattn import TokenGrid, checks
 from workbench.attention import SparseAttention
 from workbench.diffusers import attach
 from workbench.diffusers.attach import COMPONENTS
-from workbench.diffusers.families import family_of
+from workbench.diffusers.families import Family, family_of
 from workbench.diffusers.model import plain
 from workbench.export import Deployment
 from workbench.models import AttentionCall
 from workbench.profiles.profile import Profile
 from workbench.profiles.video import Run
-from workbench.sample.settings import MAX_SEED
+from workbench.sample.settings import check_videos
 
 TEXT_TOKENS = 512  # of random text embeddings, as many as Wan's text encoder gives
 OURS = {"workbench", "blockattn"}  # whose warnings belong to a run; libraries warn of other things
@@ -74,14 +74,10 @@ class PipelineVideo:
     impl: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, value in (
-            *zip(("frames", "height", "width"), self.size or ()),
-            ("steps", self.steps),
-        ):
-            if value is not None:
-                checks.integer(name, value, minimum=1)
-        if self.guidance is not None:
-            checks.finite_number("guidance", self.guidance)
+        if not self._transformers:
+            raise TypeError(f"pipe: {type(self.pipe).__name__} has none of {COMPONENTS}")
+        family = family_of(plain(self._part))
+        check_settings(family, size=self.size, steps=self.steps, guidance=self.guidance)
         known = inspect.signature(self.pipe.__call__).parameters
         unknown = [name for name in self._settings if name not in known]
         if unknown:
@@ -182,11 +178,7 @@ class PipelineVideo:
         Raises:
             TypeError, ValueError: none, a repeat, or a seed out of range.
         """
-        for seed in seeds:
-            checks.integer("seeds", seed, maximum=MAX_SEED)
-        for name, items in (("prompts", prompts), ("seeds", seeds)):
-            if not items or len(set(items)) != len(items):
-                raise ValueError(f"{name}={items!r}: must be at least one, without repeats")
+        check_videos(prompts, seeds)
         self._text_arguments("")
 
     def sample(self, prompt: str, seed: int, profile: Profile | None) -> Run:
@@ -255,6 +247,28 @@ class PipelineVideo:
         generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
         made = torch.randn(1, TEXT_TOKENS, width, generator=generator)
         return made.to(self._part.device, self._part.dtype)
+
+
+def check_settings(
+    family: Family | None,
+    *,
+    size: tuple[int, int, int] | None,
+    steps: int | None,
+    guidance: float | None,
+) -> None:
+    """Refuses settings of :class:`PipelineVideo`, which can be known before weights are read.
+
+    Raises:
+        TypeError, ValueError: no positive integer, no finite number, or a size that the family does
+            not make.
+    """
+    for name, value in (*zip(("frames", "height", "width"), size or ()), ("steps", steps)):
+        if value is not None:
+            checks.integer(name, value, minimum=1)
+    if size is not None and family is not None:
+        family.check_size(size)
+    if guidance is not None:
+        checks.finite_number("guidance", guidance)
 
 
 class _Enough(Exception):

@@ -21,6 +21,7 @@ from workbench.profiles.profile import Profile, read_file
 from workbench.profiles.video import VideoModel
 from workbench.provenance import provenance
 from workbench.run_folder import check_new, default_folder
+from workbench.sample.settings import check_videos
 from workbench.terminal import recording_console
 
 WIDTH = 132  # of the printed tables where the terminal does not say
@@ -63,6 +64,7 @@ def apply_files(
     if not check:
         check_new(out or default_folder("apply"))
     texts = choice.prompts(prompts)
+    check_videos(texts, seeds)
     inputs = _inputs(files, calibration, choice)  # before a model takes minutes to load
     model = choice.open()
     model.check(texts, seeds)

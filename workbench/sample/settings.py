@@ -78,8 +78,22 @@ def check_sampling(
     checks.finite_number("guidance", guidance)
     for axis, size in zip("thw", grid, strict=True):
         checks.integer(f"grid {axis}", size, minimum=1)
+    check_videos(labels, seeds, name="labels")
+
+
+def check_videos(
+    prompts: Sequence[int | str], seeds: Sequence[int], *, name: str = "prompts"
+) -> None:
+    """Refuses prompts and seeds that name no video, or one twice.
+
+    Args:
+        prompts, seeds: a video for every pair. name: of the first, in errors.
+
+    Raises:
+        TypeError, ValueError: none of them, a repeat, or no seed.
+    """
     for seed in seeds:
         checks.integer("seeds", seed, maximum=MAX_SEED)
-    for name, items in (("labels", labels), ("seeds", seeds)):
+    for kind, items in ((name, prompts), ("seeds", seeds)):
         if not items or len(set(items)) != len(items):
-            raise ValueError(f"{name}={items!r}: must be at least one, without repeats")
+            raise ValueError(f"{kind}={items!r}: must be at least one, without repeats")
