@@ -148,6 +148,20 @@ def test_who_observes_a_compiled_model_gets_step_and_time(how: Callable[..., Any
     assert seen == [(0, 0, 0.75), (1, 0, 0.75), (0, 1, 0.25), (1, 1, 0.25)]
 
 
+@pytest.mark.parametrize("how", [in_place, by_block], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("attached_first", [False, True])
+def test_who_observes_one_graph_is_refused_with_the_way_out(
+    how: Callable[..., Any], attached_first: bool
+):
+    model = WAN.model()
+    if not attached_first:
+        how(model, fullgraph=True)
+    with workbench.attach(model, None, observe=lambda *_: None):
+        run = how(model, fullgraph=True) if attached_first else model
+        with pytest.raises(RuntimeError, match=r"observe= .* compile without fullgraph=True"):
+            WAN.run(run)
+
+
 def test_a_model_compiled_in_place_is_restored():
     model = in_place(WAN.model())
     compiled = model._compiled_call_impl

@@ -22,6 +22,11 @@ from workbench.diffusers.families import Family, Grid
 
 CROSS_CALL = Verdict("dense", CROSS)
 HALVES = (torch.bfloat16, torch.float16)
+# With fullgraph=True Dynamo refuses what is kept outside of graphs, and says why in these words.
+ENDS_GRAPH = (
+    "observe= and record=True look at every call, which ends a graph: compile without "
+    "fullgraph=True, or attach without them"
+)
 
 
 class Clock:
@@ -96,7 +101,7 @@ class Forward:
         self._by_hand = False
         # Of a model that is compiled while it is attached, this hook is a part of the graph. Who
         # looks at its calls breaks the graph in any case, and would find no step in them.
-        self._begin_outside: Any = torch.compiler.disable(Forward.begin)
+        self._begin_outside: Any = torch.compiler.disable(Forward.begin, reason=ENDS_GRAPH)
 
     def hook(self) -> Callable[..., None]:
         """Goes in front of the transformer, with keyword arguments."""

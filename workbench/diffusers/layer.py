@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockattn import UnsupportedError
 from workbench.attention import SparseAttention
-from workbench.diffusers.forward import Forward
+from workbench.diffusers.forward import ENDS_GRAPH, Forward
 from workbench.diffusers.parallel import ulysses_group
 from workbench.diffusers.splice import OwnAttention
 from workbench.models.dit import AttentionCall
@@ -80,7 +80,7 @@ class Layer:
         self.observe = observe
         # Outside of graphs, which know neither step nor time. Not bound to this layer: that would
         # be a cycle, and what an observer holds would stay until the next garbage collection.
-        self._show: Any = torch.compiler.disable(Layer._show_all)
+        self._show: Any = torch.compiler.disable(Layer._show_all, reason=ENDS_GRAPH)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, own: OwnAttention) -> Tensor:
         """Attention of a self-attention call: q, k, v and output [B, T, H, D]."""
