@@ -343,7 +343,9 @@ def test_show_tells_where_a_run_folder_came_from(tmp_path: Path):
     source.write_bytes(b"abc")
     words = ["/bin/workbench", "tune", "a b.safetensors", "--out", "x" * 90]
     record = provenance(words, {"capture": source}, seeds={"noise": 4})
-    write_provenance(tmp_path, {**record, "warnings": ["a" * 60, "b" * 60], "none": []})
+    write_provenance(
+        tmp_path, {**record, "warnings": ["a" * 60, "b" * 60], "none": [], "empty": {}}
+    )
     done = CliRunner().invoke(cli.app, ["show", str(tmp_path)])
     assert done.exit_code == 0
     for line in (
@@ -353,6 +355,7 @@ def test_show_tells_where_a_run_folder_came_from(tmp_path: Path):
         "    noise: 4",
         f"    - {'a' * 60}",
         "  none: none",
+        "  empty: none",
     ):
         assert f"\n{line}\n" in done.output, line
     path = tmp_path / "provenance.json"

@@ -108,7 +108,7 @@ def lines(value: Any, depth: int = 0) -> Iterator[str]:
         head = "  " * depth + ("-" if name is None else f"{name}:")
         if name == "command" and isinstance(item, list):
             yield f"{head} {shlex.join(map(str, item))}"  # to be pasted, however long
-        elif isinstance(item, Mapping) or (isinstance(item, list) and _is_long(item)):
+        elif item and (isinstance(item, Mapping) or (isinstance(item, list) and _is_long(item))):
             yield head
             yield from lines(item, depth + 1)
         else:
@@ -121,7 +121,7 @@ def _is_long(item: list[Any]) -> bool:
 
 
 def _short(item: Any) -> str:
-    if isinstance(item, list):
+    if isinstance(item, Mapping | list):  # a mapping is empty here
         return "; ".join(map(str, item)) or "none"
     if isinstance(item, bool):
         return "yes" if item else "no"
