@@ -155,6 +155,26 @@ def test_a_known_bad_version_is_a_warning_with_a_fix(name: str, version: str, ex
     assert found.fix.startswith("pip install")
 
 
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"diffusers": "0.35.1", "ftfy": "6.3"}, "0.35.2 and later"),
+        ({"accelerate": ""}, "no Wan transformer can be read"),
+        ({"transformers": ""}, "none of its pipelines can be opened"),
+        ({"diffusers": "0.36.0"}, "cannot take a prompt"),
+    ],
+)
+def test_what_an_installed_diffusers_lacks_is_a_warning_with_a_fix(
+    versions: dict[str, str], expected: str
+):
+    stack = {"diffusers": "0.42.1", "transformers": "5", "accelerate": "1", **versions}
+    present = {name: version for name, version in stack.items() if version}
+    (found,) = diagnose({**GOOD, **present}, HOPPER)
+    assert (found.level, found.topic) == ("warning", "diffusers")
+    assert expected in found.text
+    assert found.fix is not None
+
+
 def test_triton_3_6_0_is_fine_with_an_older_numpy():
     assert diagnose({**GOOD, "triton": "3.6.0", "numpy": "2.3.5"}, HOPPER) == []
 

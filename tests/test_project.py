@@ -18,7 +18,7 @@ import workbench
 from blockattn.errors import UnsupportedError
 from workbench import cli, lab, paths
 from workbench.doctor import lanes
-from workbench.doctor.versions import MINIMUMS, REQUIRED_PACKAGES
+from workbench.doctor.versions import MINIMUMS, OPTIONAL_PACKAGES, REQUIRED_PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -59,6 +59,12 @@ def test_doctor_knows_every_base_dependency_and_its_minimum():
     for name, minimum in MINIMUMS.items():
         if name != "python":
             assert str(wanted[name].specifier) == f">={minimum}"
+
+
+@pytest.mark.parametrize("extra", ["dask", "voila", "diffusers"])
+def test_doctor_lists_the_packages_of_an_extra(extra: str):
+    wanted = {Requirement(line).name for line in PROJECT["optional-dependencies"][extra]}
+    assert wanted <= set(OPTIONAL_PACKAGES)
 
 
 @pytest.mark.parametrize("lane", lanes.LANES)

@@ -19,7 +19,7 @@ OPTIONAL_PACKAGES = (
     "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12",
     "nvidia-cutlass-dsl-libs-cu13",
     "apache-tvm-ffi", "nvidia-cudnn-frontend", "nbmake", "pytest", "hypothesis",
-    "playwright",
+    "playwright", "voila", "distributed", "diffusers", "transformers", "accelerate", "ftfy",
 )  # fmt: skip
 MINIMUMS: Mapping[str, str] = {
     "python": "3.11", "torch": "2.11", "triton": "3.6", "pydantic": "2", "ipywidgets": "8",
@@ -57,6 +57,29 @@ RULES: tuple[Rule, ...] = (
         when={"ipykernel": ">=7"},
         why="a notebook with Output and clear_output stalls in about one run in seven",
         fix="pip install 'ipykernel<7'",
+    ),
+    Rule(
+        when={"diffusers": "<0.35.2"},
+        why="workbench.attach was tried with diffusers 0.35.2 and later alone",
+        fix="pip install 'diffusers>=0.35.2'",
+    ),
+    Rule(
+        when={"diffusers": ">=0"},
+        absent=("accelerate",),
+        why="without accelerate no Wan transformer can be read from disk",
+        fix="pip install accelerate",
+    ),
+    Rule(
+        when={"diffusers": ">=0"},
+        absent=("transformers",),
+        why="without transformers none of its pipelines can be opened",
+        fix="pip install transformers",
+    ),
+    Rule(
+        when={"diffusers": "<0.38"},
+        absent=("ftfy",),
+        why="without ftfy Wan's pipelines of this version cannot take a prompt",
+        fix="pip install ftfy",
     ),
     Rule(
         when={"nvidia-cutlass-dsl": ">=4.6", "flash-attn-4": "==4.0.0b19"},
