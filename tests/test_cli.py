@@ -319,7 +319,7 @@ def test_train_passes_every_option_to_the_training(monkeypatch: pytest.MonkeyPat
     from workbench.models import train
 
     given: list[list[str]] = []
-    monkeypatch.setattr(train, "main", given.append)
+    monkeypatch.setattr(train, "main", lambda words, **_: given.append(words))
     options = ["--out", "folder", "--steps", "3", "--minutes", "0.5", "--compile", "--help"]
     done = CliRunner().invoke(cli.app, ["train", *options])
     assert done.exit_code == 0, done.output
@@ -331,6 +331,7 @@ def test_train_shows_the_options_of_the_training():
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--learning-rate" in done.stdout
+    assert done.stdout.startswith("usage: workbench train ")
 
 
 def test_help_of_tune_names_every_option():

@@ -133,7 +133,7 @@ def train(context: typer.Context) -> None:
     """Train the tiny video model; options as of python -m workbench.models.train (--help)."""
     from workbench.models import train as training
 
-    training.main(context.args)
+    training.main(context.args, prog="workbench train")
 
 
 @app.command()

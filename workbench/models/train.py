@@ -115,10 +115,10 @@ def _progress_line(trainer: Trainer, rate: float) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the training."""
+def main(arguments: list[str] | None = None, *, prog: str | None = None) -> None:
+    """Command line of the training; `prog` is what its help calls it."""
     defaults = TrainConfig()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="output folder")
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--minutes", type=float, help="wall-clock limit of the training")
