@@ -44,6 +44,7 @@ from workbench.profiles.compare import (
 )
 from workbench.profiles.models import Choice
 from workbench.profiles.profile import FORMATS, Profile, read_file, read_text, recognise
+from workbench.profiles.session import apply_files
 from workbench.profiles.tiny import TinyVideo
 from workbench.profiles.understood import remarks, understand, understood_table
 from workbench.profiles.verdict import verdict
@@ -517,3 +518,9 @@ def test_files_and_folders_are_looked_at_before_a_model_is_opened(
     assert isinstance(done.exception, FileNotFoundError)
     done = invoke(tmp_path / "mine.txt", "--out", tmp_path)
     assert isinstance(done.exception, FileExistsError)
+    (tmp_path / "config.json").write_text("{}")
+    done = invoke(tmp_path / "mine.txt", "--calibration", tmp_path / "config.json")
+    assert str(done.exception).startswith(f"{tmp_path / 'config.json'}: no SkipSoftmax group")
+    three = [tmp_path / f"{name}.txt" for name in "abc"]
+    with pytest.raises(ValueError, match="files has 3: must be one, or two to compare"):
+        apply_files(Choice(), three, None, [0], check=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from workbench.config import VisualGenConfig, dump_config, load_config
-from workbench.config.checkpoint import SkipCalibration, read_calibration
+from workbench.config.checkpoint import read_calibration
 from workbench.export.deployment import Deployment
-from workbench.export.documents import read_json
+from workbench.export.files import calibration_file, errors_of
 from workbench.export.outcome import NotExpressible
 from workbench.export.targets import TARGETS, export_all, export_config, import_config
 from workbench.run_folder import write_new
@@ -42,7 +41,7 @@ def import_file(source: Path, target: str, place: Deployment, out: Path | None) 
     """
     if not source.is_file():
         raise FileNotFoundError(f"{source}: no such file; give the path of a {target} file")
-    with _named(source):
+    with errors_of(source):
         made = import_config(source.read_text(encoding="utf-8"), target, place)
     _deliver(dump_config(made.config), out, made.notes)
 
@@ -71,11 +70,12 @@ def deployment(
     Raises:
         ValueError: text that is no number, or a file without a calibration.
     """
+    config = None if calibration is None else calibration_file(calibration)
     return Deployment(
         times=None if times is None else tuple(_time(text) for text in times.split(",")),
         keys=keys,
         layers=layers,
-        calibration=None if calibration is None else _calibration(calibration),
+        calibration=None if config is None else read_calibration(checkpoint_config=config),
     )
 
 
@@ -84,30 +84,6 @@ def _time(text: str) -> float:
         return float(text)
     except ValueError as error:
         raise ValueError(f"--times: {text.strip()!r} is no number; write 1.0,0.97,0.9") from error
-
-
-def _calibration(path: Path) -> SkipCalibration:
-    hint = "give a calibrated component's config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"--calibration {path}: no such file; {hint}")
-    with _named(path):
-        data = read_json(path.read_text(encoding="utf-8"), "calibration")
-        found = read_calibration(checkpoint_config=data)
-        if found is None:
-            raise ValueError(f"no SkipSoftmax group; {hint}")
-    return found
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of what a file holds, every line with its path."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is no text in UTF-8 ({error.reason})") from error
-    except ValueError as error:
-        lines = str(error).splitlines()
-        raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
 def _deliver(text: str, out: Path | None, notes: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from workbench.config import (
 from workbench.export import Deployment, comfyui, model_optimizer, read_profile, tensorrt_llm
 from workbench.export import import_config as import_target
 from workbench.export.documents import configuration, read_json
+from workbench.export.files import errors_of
 from workbench.export.targets import TARGETS
 
 TAU_PROFILE = "tau_profile"
@@ -92,14 +93,9 @@ def read_file(
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; give a file that workbench export wrote")
-    try:
+    with errors_of(path):
         text = path.read_text(encoding="utf-8")
         return read_text(text, place, name=path.stem, format=format, calibration=calibration)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is no text in UTF-8 ({error.reason})") from error
-    except ValueError as error:
-        lines = str(error).splitlines()
-        raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
 def read_text(
@@ -206,4 +202,4 @@ def _check_attention_alone(config: VisualGenConfig, format: str) -> None:
 def _kernel_notes(attention: AttentionConfig) -> list[str]:
     if attention.backend is None:
         return []
-    return [f"backend={attention.backend} names kernels of TensorRT-LLM; here those below run"]
+    return [f"backend={attention.backend} names kernels of TensorRT-LLM; this machine runs its own"]

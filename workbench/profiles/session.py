@@ -12,8 +12,7 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from workbench.config.checkpoint import read_calibration
-from workbench.export.documents import read_json
+from workbench.export.files import calibration_file
 from workbench.profiles import report, text
 from workbench.profiles.compare import Tick, compare, videos
 from workbench.profiles.models import Choice
@@ -66,9 +65,10 @@ def apply_files(
     texts = choice.prompts(prompts)
     check_videos(texts, seeds)
     inputs = _inputs(files, calibration, choice)  # before a model takes minutes to load
+    group = None if calibration is None else calibration_file(calibration)
     model = choice.open()
     model.check(texts, seeds)
-    profiles = read_profiles(model, files, format=format, calibration=calibration)
+    profiles = read_profiles(model, files, format=format, calibration=group)
     screen = console or recording_console(WIDTH)
     text.show_understood(profiles, model, screen)
     if check:
@@ -96,7 +96,9 @@ def apply_files(
 
 
 def _check_files(files: Sequence[Path]) -> None:
-    """Two files that are one, or that a table could not tell apart, before a model is loaded."""
+    """Refuses files that a table could not tell apart, and a third one, before a model loads."""
+    if not 1 <= len(files) <= 2:
+        raise ValueError(f"files has {len(files)}: must be one, or two to compare")
     if len({path.resolve() for path in files}) < len(files):
         raise ValueError(f"{files[0]} is given twice; give another file beside it, or it alone")
     names = _names(files)
@@ -127,22 +129,21 @@ def read_profiles(
     files: Sequence[Path],
     *,
     format: str | None = None,
-    calibration: Path | None = None,
+    calibration: Mapping[str, Any] | None = None,
 ) -> list[Profile]:
     """The files as profiles of the model.
 
     Raises:
         ValueError: also for a calibration that no profile looks at. Others as of ``read_file``.
     """
-    given = None if calibration is None else _calibration(calibration)
     found = [
-        replace(read_file(path, model.place, format=format, calibration=given), name=name)
+        replace(read_file(path, model.place, format=format, calibration=calibration), name=name)
         for name, path in zip(_names(files), files)
     ]
-    if given is not None and not any(profile.calibration is given for profile in found):
+    if calibration is not None and all(made.calibration is not calibration for made in found):
         raise ValueError(
-            f"--calibration {calibration}: no profile looks at it; it is for skip_softmax files "
-            "that hold no formula themselves. Leave it out"
+            "--calibration: no profile looks at it; it is for skip_softmax files that hold no "
+            "formula themselves. Leave it out"
         )
     return found
 
@@ -153,19 +154,6 @@ def _names(files: Sequence[Path]) -> list[str]:
     if len(set(stems)) == len(stems):
         return stems
     return [f"{path.absolute().parent.name}-{path.stem}" for path in files]
-
-
-def _calibration(path: Path) -> Mapping[str, Any]:
-    hint = "give a calibrated component's config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"--calibration {path}: no such file; {hint}")
-    try:
-        data = read_json(path.read_text(encoding="utf-8"), "calibration")
-    except ValueError as error:
-        raise ValueError(f"--calibration {path}: {error}") from error
-    if read_calibration(checkpoint_config=data) is None:
-        raise ValueError(f"--calibration {path}: no SkipSoftmax group; {hint}")
-    return data
 
 
 @contextmanager
