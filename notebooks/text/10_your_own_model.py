@@ -11,7 +11,7 @@
 # transformers) stands in; its videos are noise, but every step is the same. With one (a folder in the form of diffusers, such as
 # Wan2.2-T2V-A14B-Diffusers), `MODEL` is all that has to change.
 #
-# **How long.** Under a minute on two CPU cores with the tiny model. A checkpoint samples 15 videos below, of its own size and in
+# **How long.** Under a minute on two CPU cores with the tiny model. A checkpoint samples 14 videos below, of its own size and in
 # its own number of steps: `SIZE` (frames, height and width in pixels) and `STEPS` make them as short as you have time for. A video
 # of few blocks of 64 tokens cannot be sparse; it needs a higher `TARGET_DENSITY`.
 

@@ -72,15 +72,23 @@ def ran_table(found: Comparison) -> Table:
         counts = [sum(run.count(kind) for run in runs) for kind in kinds]
         steps = " ".join(f"{density:.2f}" for density in runs[0].densities)
         rows.append((name, *counts, runs[0].ran, steps))
-    columns = ("", "sparse calls", "meant to be dense", "ineligible", "ran", "density per step")
+    columns = (
+        "",
+        "by the sparse path",
+        "meant to be dense",
+        "ineligible",
+        "ran",
+        "density per step",
+    )
     return Table(columns, rows, "What ran")
 
 
 def meaning(found: Comparison) -> Iterable[str]:
     """One line for each quantity."""
     yield (
-        f"{CONTROL}: exact attention, summed in another order: the floor. {OTHER_SEED}: dense "
-        "attention from another seed of the same prompt: the scale."
+        f"{CONTROL}: the sparse path with every block exact, so dense attention summed in another "
+        f"order: the floor. {OTHER_SEED}: dense attention from another seed of the same prompt: "
+        "the scale."
     )
     yield (
         f"In brackets the {CONFIDENCE:.0%} bootstrap interval of the mean difference, paired by "
