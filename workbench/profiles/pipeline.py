@@ -28,6 +28,7 @@ from workbench.diffusers.families import Family, family_of
 from workbench.diffusers.model import plain
 from workbench.export import Deployment
 from workbench.models import AttentionCall
+from workbench.profiles.first_step import FirstStep
 from workbench.profiles.profile import Profile
 from workbench.profiles.video import Run
 from workbench.sample.settings import check_videos
@@ -127,21 +128,18 @@ class PipelineVideo:
     def step_seconds(self, prompt: str) -> float:
         """How long one denoising step takes, from the first one, after which sampling is stopped.
 
-        The first step is the slowest: kernels are compiled and memory is taken in it. Where it is
-        the only one, what is decoded after it counts too.
+        Where it is the only one, what is decoded after it counts too.
         """
-        began: list[float] = []
+        first = FirstStep()
 
         def watch(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
             del q, k, v
-            if not began:
-                began.append(time.perf_counter())
-            if call.step:  # its time was read, so the device has done the step before
+            if first.ends_at(call):
                 raise _Enough
 
         with attach(self.pipe, None, observe=watch), contextlib.suppress(_Enough):
             self.run(prompt, 0)
-        return time.perf_counter() - began[0]
+        return first.seconds
 
     @property
     def place(self) -> Deployment:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +18,7 @@ from workbench.diffusers import attach
 from workbench.diffusers.folder import outline
 from workbench.diffusers.order import token_order
 from workbench.models import AttentionCall
+from workbench.profiles.first_step import FirstStep
 from workbench.profiles.identity import schedule_mark, weights_mark
 from workbench.profiles.pipeline import PipelineVideo
 from workbench.sample.settings import MAX_SEED
@@ -175,15 +175,12 @@ def record_pipeline(
         UnsupportedError: a model that cannot run in the order.
     """
     limits = {"limit_bytes": limit_bytes, "resume": resume, "conditional": "last"}
-    began: list[float] = []
+    first = FirstStep()
     with Recorder(path, spec, **limits) as recorder:
 
         def observe(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
-            if not began:
-                began.append(time.perf_counter())
-            elif call.step == 1 and len(began) == 1:
-                began.append(time.perf_counter())
-                tell(forecast(plan, began[1] - began[0]))
+            if first.ends_at(call):
+                tell(forecast(plan, first.seconds))
             recorder.observe(q, k, v, call)
             # Pipelines leave out the steps after that; what they return then is not finished.
             video.pipe._interrupt = recorder.complete
