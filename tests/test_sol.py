@@ -536,6 +536,20 @@ def test_summaries_are_rounded_once_to_the_inputs_dtype():
     assert torch.equal(summary.v_sum.double(), torch.tensor(want.v_sum))
 
 
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_of_values_without_room_in_float16_is_never_a_wrong_number(impl, dtype):
+    q, k, v = gaussian(650, dtype=dtype)
+    v[:, 256:320] += 1100  # the sum of block 4 is about 70,400
+    out = sol_attention(q, k, v, tau=LOCAL, impl=impl)
+    uses = torch.ones(650, dtype=torch.bool)
+    uses[192:384] = False  # next to block 4, which they attend key by key
+    assert torch.isfinite(out[:, ~uses]).all()
+    assert torch.isfinite(out[:, uses]).all() == (dtype == torch.bfloat16)
+    if dtype == torch.float16:
+        assert not torch.isfinite(out[:, uses]).any()
+
+
 # -- what makes it worth having -------------------------------------------------------------------
 
 

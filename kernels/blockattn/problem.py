@@ -27,7 +27,8 @@ class BlockSummary:
 
     Attributes:
         k_mean: ``[B, N, Hk, D]`` mean of the valid keys of each block, in the inputs' dtype.
-        v_sum: ``[B, N, Hk, D]`` sum (not mean) of its values, in the inputs' dtype.
+        v_sum: ``[B, N, Hk, D]`` sum (not mean) of its values, in the inputs' dtype; infinite where
+            that is float16 and the sum is beyond 65,504.
         lengths: int32 ``[N]`` valid keys of each block: its weight in the softmax denominator.
         block: tokens of a whole block.
     """
