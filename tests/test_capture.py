@@ -431,6 +431,27 @@ def test_verify_notices_a_checksum_that_was_changed(file: Path):
         open_capture(file).verify()
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"title": "another"},
+        {"entries": "[[0, 1, 0.5], [0, 3, 0.25], [2, 1, 0.75]]"},
+        {"more": "a fact that nobody recorded"},
+    ],
+)
+def test_verify_notices_a_fact_that_was_changed(file: Path, changed: dict[str, str]):
+    assert "header_sha256" not in open_capture(file)._spec.details
+    open_capture(file).verify()
+    rewrite(file, metadata=changed)
+    with pytest.raises(ValueError, match="checksum mismatch in the header"):
+        open_capture(file).verify()
+
+
+def test_a_file_of_before_the_header_had_a_checksum_verifies(file: Path):
+    rewrite(file, drop=("header_sha256",))
+    open_capture(file).verify()
+
+
 @pytest.mark.parametrize("text", ["[]", "{", "{}"])
 def test_verify_survives_a_list_of_checksums_that_is_damaged_itself(file: Path, text: str):
     rewrite(file, metadata={"tensor_sha256": text})

@@ -25,6 +25,7 @@ SOURCES = ("model", "synthetic")
 PARTS = ("q", "k", "v")
 VIDEO = "video"
 SELECTION = "selection"
+HEADER_DIGEST = "header_sha256"  # files of before have none
 ITEM_BYTES = {"BF16": 2, "U8": 1}
 LENGTH_BYTES = 8  # a safetensors file starts with the length of its header, uint64
 
@@ -186,7 +187,7 @@ class CaptureSpec:
     def _metadata(
         self, times: Mapping[tuple[int, int], float], digests: Mapping[str, str]
     ) -> dict[str, str]:
-        return {
+        facts = {
             **self._layout(),
             "entries": json.dumps([[*entry, times[entry]] for entry in self.entries]),
             **self._selection(),
@@ -194,6 +195,7 @@ class CaptureSpec:
             "sha256": combined_digest(digests),
             "tensor_sha256": json.dumps(dict(digests), sort_keys=True),
         }
+        return {**facts, HEADER_DIGEST: header_digest(facts)}
 
     def _selection(self) -> dict[str, str]:
         """Only where something is left out, so that whole captures stay as they are."""
@@ -225,6 +227,12 @@ def combined_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
+def header_digest(metadata: Mapping[str, str]) -> str:
+    """sha256 over the metadata, but for the entry that holds it."""
+    facts = {name: text for name, text in metadata.items() if name != HEADER_DIGEST}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 def _checked_entries(entries: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
     pairs = tuple(checks.integer_pair("entries", tuple(entry), minimum=0) for entry in entries)
     if not pairs:
@@ -242,7 +250,7 @@ def _honest_title(title: str, source: str) -> str:
 
 def _check_details(details: Mapping[str, str]) -> None:
     for key, value in details.items():
-        if key in (*RESERVED, SELECTION):
+        if key in (*RESERVED, SELECTION, HEADER_DIGEST):
             raise ValueError(f"details has {key!r}, which the format itself uses; rename it")
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"details[{key!r}]={value!r}: keys and values must be strings")

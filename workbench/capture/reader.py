@@ -20,11 +20,13 @@ from torch import Tensor
 from blockattn import BLOCK
 from blockattn.layout import num_blocks
 from workbench.capture.format import (
+    HEADER_DIGEST,
     LENGTH_BYTES,
     PARTS,
     VIDEO,
     CaptureSpec,
     combined_digest,
+    header_digest,
     tensor_name,
 )
 from workbench.capture.header import Shape, described
@@ -140,7 +142,7 @@ class Capture:
             return file.get_tensor(VIDEO)
 
     def verify(self) -> None:
-        """Reads everything and compares the checksums.
+        """Reads everything and compares the checksums of tensors and header.
 
         Raises:
             ValueError: bytes changed since the file was written; the message names the tensors.
@@ -152,7 +154,9 @@ class Capture:
                 data = file.get_tensor(name).contiguous().view(torch.uint8).numpy().data
                 found[name] = hashlib.sha256(data).hexdigest()
         damaged = [name for name, digest in found.items() if stated.get(name) != digest]
-        if damaged or combined_digest(found) != self.checksum:
+        header = header_digest(self.metadata)
+        changed = self.metadata.get(HEADER_DIGEST, header) != header
+        if damaged or changed or combined_digest(found) != self.checksum:
             raise ValueError(
                 f"{self.path}: checksum mismatch in {damaged or 'the header'}; the file changed "
                 "after it was recorded: copy it or record it again"
