@@ -16,7 +16,7 @@ from tests import independent_large as independent
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS_CUTE = pytest.mark.skipif(
-    not all(map(find_spec, ("tvm_ffi", "cutlass", "quack"))),
+    not all(map(find_spec, ("tvm_ffi", "cutlass"))),
     reason="needs the CuTe DSL stack: pip install -e '.[cute-latest]' or '.[cute]'",
 )
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # what the interpreter computes in

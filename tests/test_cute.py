@@ -85,7 +85,7 @@ def hopper(monkeypatch):
     """A machine with a Hopper GPU, whose tensors the CPU's stand for, and every package."""
     monkeypatch.setattr(cute, "gpu_obstacles", lambda problem, majors: [])
     monkeypatch.setattr(cute, "LOADER", Library("torch", "torch", "cute"))
-    monkeypatch.setattr(cute, "COMPILERS", (Library("numpy", "numpy", "cute"),))
+    monkeypatch.setattr(cute, "COMPILER", Library("numpy", "numpy", "cute"))
 
 
 def reasons(problem: Problem) -> str:
@@ -139,11 +139,11 @@ def test_another_gpu_and_the_cpu_are_obstacles(monkeypatch):
     assert cute.obstacles(None) == ["B200: serves compute capability 9.x"]
 
 
-@pytest.mark.parametrize("missing", ["LOADER", "COMPILERS"])
+@pytest.mark.parametrize("missing", ["LOADER", "COMPILER"])
 @pytest.mark.usefixtures("hopper")
 def test_a_missing_package_is_an_obstacle_with_the_extra_that_has_it(monkeypatch, missing):
     absent = Library("no-such-thing", "no_such_thing", "cute or cute-latest")
-    monkeypatch.setattr(cute, missing, absent if missing == "LOADER" else (absent,))
+    monkeypatch.setattr(cute, missing, absent)
     text = "no-such-thing is not installed; the extra cute or cute-latest has it"
     q, k, v = gaussian(64)
     assert cute.obstacles(make_problem(q, k, v)) == [text]
@@ -165,7 +165,7 @@ def test_a_package_that_does_not_load_is_the_cause_of_the_refusal(monkeypatch, t
 def test_a_package_with_another_interface_stays_loud(monkeypatch, tmp_path):
     (tmp_path / "renamed_names.py").write_text("import math; math.no_such_function")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(cute, "COMPILERS", (Library("torch", "renamed_names", "cute"),))
+    monkeypatch.setattr(cute, "COMPILER", Library("torch", "renamed_names", "cute"))
     with pytest.raises(AttributeError, match="no_such_function"):
         attend(*gaussian(64), impl="cute")
 
@@ -173,8 +173,7 @@ def test_a_package_with_another_interface_stays_loud(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("hopper")
 def test_a_kernel_that_is_kept_needs_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path))
-    absent = Library("no-such-thing", "no_such_thing", "cute")
-    monkeypatch.setattr(cute, "COMPILERS", (absent,))
+    monkeypatch.setattr(cute, "COMPILER", Library("no-such-thing", "no_such_thing", "cute"))
     problem = make_problem(*gaussian(64))
     assert cute.obstacles(problem) != []
     cache.store(cache.place(variant_of(problem), cute.ARCH), b"library")
@@ -345,3 +344,15 @@ def test_shared_lists_spell_the_route_of_both_query_blocks(blocks, density, toge
             want += [set()] * (2 - len(want))
             assert [first, second] == want
             assert set(shared) == (want[0] & want[1] if together else set())
+
+
+# -- source ----------------------------------------------------------------------------------------
+
+
+def test_a_condition_of_the_compiler_stands_alone():
+    """Joined with another, cutlass decides it at run time, unless quack happens to be imported."""
+    for path in Path(cute.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            joined = node.values if isinstance(node, ast.BoolOp) else []
+            lines = [x.lineno for x in joined if ast.unparse(x).startswith("const_expr(")]
+            assert not lines, (path.name, lines)

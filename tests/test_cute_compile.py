@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="needs triton (Linux), which has the disass
 WHY = "needs the CuTe DSL stack: pip install -e '.[cute-latest]' or '.[cute]'"
 pytest.importorskip("tvm_ffi", reason=WHY)
 pytest.importorskip("cutlass", reason=WHY)
-pytest.importorskip("quack", reason=WHY)
 
 from blockattn.impl.cute.compile_only import EXAMPLES, resources  # noqa: E402
 
@@ -48,7 +47,8 @@ q = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16)
 try:
     kernel(q)
 except (TypeError, ValueError) as error:
-    print(load.source, "cutlass" in sys.modules, repr(load.note), str(error))
+    heavy = {"cutlass", "quack", "torch._dynamo"} & set(sys.modules)
+    print(load.source, sorted(heavy), repr(load.note), str(error))
 """
 
 
@@ -60,8 +60,8 @@ def start(folder) -> subprocess.Popen[str]:
 
 def test_a_kernel_comes_back_from_disk_without_the_compiler(tmp_path):
     compiled, loaded = (start(tmp_path).communicate()[0] for _ in range(2))
-    assert compiled.startswith("compiled True ''")
-    assert loaded.startswith("disk False ''")
+    assert compiled.startswith("compiled ['cutlass'] ''")  # quack alone takes 1.5 s
+    assert loaded.startswith("disk [] ''")
     # Both are the same function: the loader names its parameters when a call does not fit them.
     assert "pair_index" in loaded
     assert compiled.partition("''")[2] == loaded.partition("''")[2]

@@ -17,7 +17,6 @@ import pytest
 
 WHY = "needs the CuTe DSL stack: pip install -e '.[cute-latest]' or '.[cute]'"
 pytest.importorskip("cutlass", reason=WHY)
-pytest.importorskip("quack", reason=WHY)
 
 from blockattn.impl.cute import items  # noqa: E402
 from blockattn.impl.cute.shapes import KINDS, Shapes  # noqa: E402

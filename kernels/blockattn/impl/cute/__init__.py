@@ -20,10 +20,7 @@ MAJORS = (9,)
 ARCH = "sm_90a"
 EXTRAS = "cute or cute-latest"
 LOADER = Library("apache-tvm-ffi", "tvm_ffi", EXTRAS)
-COMPILERS = (
-    Library("nvidia-cutlass-dsl", "cutlass.cute", EXTRAS),
-    Library("quack-kernels", "quack.sm90_utils", EXTRAS),
-)
+COMPILER = Library("nvidia-cutlass-dsl", "cutlass.cute", EXTRAS)
 
 
 def obstacles(problem: Problem | None) -> list[str]:
@@ -44,7 +41,7 @@ def run(problem: Problem) -> Result:
 
 def cause() -> Exception | None:
     """The exception with which the loader or the compiler failed to import, once tried."""
-    return next((x.cause() for x in (LOADER, *COMPILERS) if x.cause() is not None), None)
+    return next((x.cause() for x in (LOADER, COMPILER) if x.cause() is not None), None)
 
 
 def _package_obstacles(problem: Problem | None) -> list[str]:
@@ -53,7 +50,7 @@ def _package_obstacles(problem: Problem | None) -> list[str]:
     found += LOADER.absent() or LOADER.unloadable()
     if found or (problem is not None and cache.kept(variant_of(problem), ARCH)):
         return found
-    return [text for x in COMPILERS for text in x.absent() or x.unloadable()]
+    return COMPILER.absent() or COMPILER.unloadable()
 
 
 def _tensor_obstacles(problem: Problem) -> list[str]:

@@ -161,8 +161,9 @@ def _step(
     if raised != 0:
         softmax.rescale(work.acc, shrink)
     steps.free(shapes, work, before)
-    if const_expr(after is not None) and more:
-        steps.release(work, work.call.bars.k_empty + after[0])
+    if const_expr(after is not None):
+        if more:
+            steps.release(work, work.call.bars.k_empty + after[0])
     return kept, void, tile_after
 
 

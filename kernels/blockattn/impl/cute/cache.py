@@ -32,7 +32,7 @@ FOLDER_VARIABLE = "BLOCKATTN_CACHE"
 LIMIT_BYTES = 256 * 2**20  # of the folder; what was used least recently goes first
 PACKAGES = (
     "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13",
-    "quack-kernels", "flash-attn-4", "apache-tvm-ffi", "torch",
+    "apache-tvm-ffi", "torch",
 )  # fmt: skip
 DIGEST_BYTES = 32
 

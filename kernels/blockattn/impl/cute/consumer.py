@@ -8,10 +8,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp
-from quack import layout_utils, sm90_utils
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from blockattn.impl.cute import softmax
+from blockattn.impl.cute import softmax, wgmma
 from blockattn.impl.cute.ahead import walk_ahead
 from blockattn.impl.cute.items import tail_tiles
 from blockattn.impl.cute.producer import announced, tile_ways
@@ -33,8 +32,9 @@ def consume(
     g = work.g
     use, q_phase, phases, taken = Int32(0), Int32(0), Int32(0), Int32(0)
     tail = tail_tiles(shapes, call)
-    if const_expr(not shapes.ahead) and g == 1:
-        pass_turn(work)  # the first group begins
+    if const_expr(not shapes.ahead):
+        if g == 1:
+            pass_turn(work)  # the first group begins
     is_item, place, counts = announced(call, work.lane, taken)
     while is_item != 0:
         pair, head, batch = place
@@ -70,16 +70,17 @@ def _new_work(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Flo
     g = cute.arch.make_warp_uniform(thread // GROUP)
     thread = thread % GROUP
     columns, dim = shapes.columns, shapes.variant.dim
-    query = "RS" if shapes.ahead else "SS"
-    mma_qk = sm90_utils.make_tiled_mma(shapes.element, "K", "K", columns, query)
-    mma_pv = sm90_utils.make_tiled_mma(shapes.element, "K", "MN", dim, "RS")
+    registers, major = warpgroup.OperandSource.RMEM, OperandMajorMode
+    query = registers if shapes.ahead else warpgroup.OperandSource.SMEM
+    mma_qk = wgmma.tiled_mma(shapes.element, columns, query, major.K)
+    mma_pv = wgmma.tiled_mma(shapes.element, dim, registers, major.MN)
     # Operands in shared memory are the same for every thread of a group.
-    _, q, k = sm90_utils.partition_fragment_ABC(
-        mma_qk.get_slice(0), (ROWS, columns, dim), s_q[None, None, g], s_k
-    )
-    acc, p, v = sm90_utils.partition_fragment_ABC(
-        mma_pv.get_slice(0), (ROWS, dim, columns), None, layout_utils.transpose_view(s_v)
-    )
+    qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+    rows = qk.partition_shape_A((ROWS, dim)) if shapes.ahead else qk.partition_A(s_q[None, None, g])
+    q, k = qk.make_fragment_A(rows), qk.make_fragment_B(qk.partition_B(s_k))
+    p = pv.make_fragment_A(pv.partition_shape_A((ROWS, columns)))
+    v = pv.make_fragment_B(pv.partition_B(wgmma.reordered(s_v, 1, 0, 2)))
+    acc = cute.make_rmem_tensor(pv.partition_shape_C((ROWS, dim)), Float32)
     return SimpleNamespace(
         call=call, g=g, thread=thread, lane=cute.arch.lane_idx(), unit=softmax.pinned(unit),
         ragged=_ragged_tile(call.keys, columns),

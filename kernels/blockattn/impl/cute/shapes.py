@@ -7,8 +7,8 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from quack import sm90_utils
 
+from blockattn.impl.cute import wgmma
 from blockattn.impl.cute.variant import Variant
 
 ROWS = 64  # query rows of a group
@@ -73,17 +73,11 @@ class Shapes:
 
     def query_layout(self) -> Any:
         """Q, and the output: (rows, D, group)."""
-        return self._layout(ROWS, GROUPS)
+        return wgmma.shared_layout(self.element, ROWS, self.variant.dim, GROUPS)
 
     def key_layout(self) -> Any:
         """K, and V: (columns, D, stage)."""
-        return self._layout(self.columns, self.stages)
-
-    def _layout(self, rows: int, count: int) -> Any:
-        tile = rows, self.variant.dim
-        # The enumeration has another module in each lane; quack has it under one name in both.
-        order = sm90_utils.LayoutEnum.ROW_MAJOR
-        return sm90_utils.make_smem_layout(self.element, order, tile, count)
+        return wgmma.shared_layout(self.element, self.columns, self.variant.dim, self.stages)
 
     def barriers(self, name: str) -> int:
         """How many of the barriers ``name`` there are."""

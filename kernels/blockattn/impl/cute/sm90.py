@@ -39,8 +39,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
-from quack import layout_utils
 
+from blockattn.impl.cute import wgmma
 from blockattn.impl.cute.consumer import consume
 from blockattn.impl.cute.producer import produce_keys, produce_values
 from blockattn.impl.cute.shapes import ARRIVALS, GROUP, GROUPS, ROWS, SLOTS, VOTES, WORDS, Shapes
@@ -195,7 +195,7 @@ def _tokens_first(x: cute.Tensor) -> cute.Tensor:
     """``[B, T, H, D]`` as (T, D, H, B), with strides known to be whole 16 bytes."""
     stride = tuple(s if isinstance(s, int) else cute.assume(s, divby=8) for s in x.stride[:3])
     x = cute.make_tensor(x.iterator, cute.make_layout(x.shape, stride=(*stride, 1)))
-    return layout_utils.select(x, [1, 3, 2, 0])
+    return wgmma.reordered(x, 1, 3, 2, 0)
 
 
 def _shared(field: Any, layout: Any) -> Any:

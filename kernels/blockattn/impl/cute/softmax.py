@@ -16,7 +16,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
-from quack import layout_utils
 
 LN_2 = 0.6931471805599453
 LAG = 8.0  # base-2 units by which a row's reference may trail its maximum
@@ -28,7 +27,8 @@ PAIRS = {"bf16": "bf16x2", "fp16": "f16x2"}
 
 def rows_of(x: Any) -> Any:
     """An accumulator as the two rows of a thread."""
-    return layout_utils.reshape_acc_to_mn(x)
+    columns = cute.size(x) // 4
+    return cute.composition(x, cute.make_layout((2, (2, columns)), stride=(2, (1, 4))))
 
 
 def per_row() -> Any:
@@ -199,7 +199,7 @@ def _exponentiate(
         shift = (_finite(work.m[r]) if const_expr(guard) else work.m[r]) * work.unit
         e[r, None].store(cute.math.exp2(s[r, None].load() * work.unit - shift, fastmath=True))
         share[r] = _sum(e[r, None], weights)
-    _round(shapes, layout_utils.reshape_acc_to_frgA(exact), p)
+    _round(shapes, exact, p)
 
 
 @cute.jit

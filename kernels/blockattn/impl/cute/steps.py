@@ -8,9 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from quack import sm90_utils
 
-from blockattn.impl.cute import softmax
+from blockattn.impl.cute import softmax, wgmma
 from blockattn.impl.cute.shapes import BLOCK, GROUP, Shapes
 
 VALUES_BARRIER = 5  # and one more for the second group
@@ -42,7 +41,9 @@ def tile_of(work: Any, entry: Any) -> Int32:
 
 def start_keys(work: Any, entry: Any, scores: Any) -> None:
     """Starts Q K of an entry whose K is there; its scores are right after a wait."""
-    sm90_utils.gemm_w_idx(work.mma_qk, scores, work.q, work.k, True, B_idx=entry[0])
+    keys, depths = work.k[None, None, None, entry[0]], range(cute.size(work.q, mode=[2]))
+    operands = ((work.q[None, None, i], keys[None, None, i]) for i in depths)
+    wgmma.start(work.mma_qk, scores, operands, add=False)
 
 
 @cute.jit
@@ -67,12 +68,9 @@ def multiply_values(shapes: Shapes, work: Any, entry: Any, void: Int32, p: Any):
 
 def accumulate(work: Any, entry: Any, p: Any, first: int, last: int) -> None:
     """Starts P V of the keys ``first`` to ``last`` - 1 of an entry; both are multiples of 16."""
-    warpgroup.fence()
-    mma = cute.make_mma_atom(work.mma_pv.op)
-    mma.set(warpgroup.Field.ACCUMULATE, True)
-    for k in range(first // 16, last // 16):
-        cute.gemm(mma, work.acc, p[None, None, k], work.v[None, None, k, entry[0]], work.acc)
-    warpgroup.commit_group()
+    depths = range(first // wgmma.DEPTH, last // wgmma.DEPTH)
+    operands = ((p[None, None, i], work.v[None, None, i, entry[0]]) for i in depths)
+    wgmma.start(work.mma_pv, work.acc, operands, add=True)
 
 
 @cute.jit
@@ -121,8 +119,9 @@ def mask(shapes: Shapes, work: Any, at: Any, scores: Any, tile: Int32) -> Int32:
             softmax.keep_columns(scores, work.thr_qk, valid)
     elif tile == work.ragged:
         softmax.keep_columns(scores, work.thr_qk, call.keys - start)
-    if const_expr(shapes.variant.causal) and at.row - start < shapes.columns - 1:
-        softmax.keep_past(scores, work.thr_qk, at.row - start)
+    if const_expr(shapes.variant.causal):
+        if at.row - start < shapes.columns - 1:
+            softmax.keep_past(scores, work.thr_qk, at.row - start)
     return padding
 
 

@@ -48,7 +48,8 @@ def keep(
     decided = Int32(1) if cute.arch.vote_any_sync(objects) else Int32(0)
     if decided != 0 and work.lane == 0:
         notes[slot] = number
-    if const_expr(not shapes.ahead) and decided != 0:
+    goes_on = False if const_expr(shapes.ahead) else decided != 0
+    if goes_on:
         cute.arch.barrier_arrive(barrier_id=VOTE_BARRIER + slot, number_of_threads=threads)
     else:
         cute.arch.barrier(barrier_id=VOTE_BARRIER + slot, number_of_threads=threads)

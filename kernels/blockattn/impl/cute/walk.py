@@ -93,12 +93,24 @@ def _multiply_kept(
     Args:
         following: 1 with the scores of another entry on their way, whose turn then ends; else 0.
     """
-    whole, half = shapes.columns, shapes.columns // 2
     if sum(kept) == len(kept):
-        _accumulate(work, entry, 0, whole, following)
-    elif const_expr(len(kept) == 2) and kept[0] != 0:
+        _accumulate(work, entry, 0, shapes.columns, following)
+    else:
+        if const_expr(len(kept) == 2):
+            _multiply_half(shapes, work, entry, kept, following)
+        else:
+            _accumulate(work, entry, 0, 0, following)
+
+
+@cute.jit
+def _multiply_half(
+    shapes: Shapes, work: Any, entry: Any, kept: Any, following: cutlass.Constexpr[int]
+):
+    """The ways of :func:`_multiply_kept` where not both of two tiles are kept."""
+    whole, half = shapes.columns, shapes.columns // 2
+    if kept[0] != 0:
         _accumulate(work, entry, 0, half, following)
-    elif const_expr(len(kept) == 2) and kept[1] != 0:
+    elif kept[1] != 0:
         _accumulate(work, entry, half, whole, following)
     else:
         _accumulate(work, entry, 0, 0, following)
