@@ -57,7 +57,7 @@ def keep_columns(scores: Any, thr_mma: Any, valid: Int32):
     for j in cutlass.range_constexpr(columns):
         inside = at[0, j][1] < valid
         for r in cutlass.range_constexpr(2):
-            s[r, j] = s[r, j] if inside else -Float32.inf
+            s[r, j] = cutlass.select_(inside, s[r, j], -Float32.inf)
 
 
 @cute.jit
@@ -69,7 +69,7 @@ def keep_past(scores: Any, thr_mma: Any, shift: Int32):
     for r in cutlass.range_constexpr(2):
         last = at[r, 0][0] + shift
         for j in cutlass.range_constexpr(columns):
-            s[r, j] = s[r, j] if at[0, j][1] <= last else -Float32.inf
+            s[r, j] = cutlass.select_(at[0, j][1] <= last, s[r, j], -Float32.inf)
 
 
 def weight_of(weights: Any, j: int) -> Int32:
@@ -84,7 +84,7 @@ def keep_weighted(scores: Any, weights: Any):
     for j in cutlass.range_constexpr(cute.size(s, mode=[1])):
         inside = weight_of(weights, j) > 0
         for r in cutlass.range_constexpr(2):
-            s[r, j] = s[r, j] if inside else -Float32.inf
+            s[r, j] = cutlass.select_(inside, s[r, j], -Float32.inf)
 
 
 @cute.jit
