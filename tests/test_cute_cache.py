@@ -28,9 +28,9 @@ def compiler(tmp_path, monkeypatch):
     """A fresh process with an empty folder; the list of what was compiled since."""
     compiled = []
 
-    def compile_variant(variant, arch):
+    def compile_variant(variant, arch, call=False):
         compiled.append(variant)
-        return lambda: f"in memory: {variant}"
+        return lambda: f"{'in memory' if call else 'to be exported'}: {variant}"
 
     build = types.ModuleType("build")
     vars(build).update(
@@ -177,7 +177,7 @@ def test_no_linker_costs_the_disk_alone(compiler, monkeypatch):
 
 
 def test_an_error_of_the_compiler_propagates_and_leaves_nothing(compiler, monkeypatch):
-    def compile_variant(variant, arch):
+    def compile_variant(variant, arch, call=False):
         raise TypeError("fmax takes 2 positional arguments")
 
     build = sys.modules["blockattn.impl.cute.build"]

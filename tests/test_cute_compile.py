@@ -52,8 +52,8 @@ except (TypeError, ValueError) as error:
 """
 
 
-def start(folder) -> subprocess.Popen[str]:
-    environment = {**os.environ, "BLOCKATTN_CACHE": str(folder)}
+def start(folder, **more: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "BLOCKATTN_CACHE": str(folder), **more}
     command = [sys.executable, "-c", SCRIPT]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -72,3 +72,12 @@ def test_processes_that_compile_at_once_all_get_the_kernel(tmp_path):
     found = [process.communicate()[0] for process in processes]
     assert all("pair_index" in text for text in found), found
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+
+
+def test_a_kernel_that_cannot_be_kept_is_called_from_memory(tmp_path):
+    file = tmp_path / "not-a-folder"
+    file.touch()
+    # cutlass makes functions to call for the GPU that is here alone.
+    text = start(file / "kernels", CUTE_DSL_ARCH="sm_90a").communicate()[0]
+    assert text.startswith("compiled ['cutlass'] \"not kept on disk: ")
+    assert "pair_index" in text

@@ -15,12 +15,13 @@ from typing import Any
 from blockattn.impl.cute.variant import Variant
 
 
-def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
-    """The compiled host function of a variant: a ``tvm_ffi.Function`` that can be exported.
+def compile_variant(variant: Variant, arch: str, options: str = "", call: bool = False) -> Any:
+    """The compiled host function of a variant, to be exported.
 
     Args:
         arch: ``sm_90a``.
         options: more options of ``cute.compile``.
+        call: it is to be called in this process too, which costs another compilation of host code.
     """
     import cutlass.cute as cute
 
@@ -33,6 +34,7 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
             Attention(variant),
             *stand_ins(variant),
             options=f"--gpu-arch {arch} --enable-tvm-ffi {options}".strip(),
+            no_jit_engine=not call,
         )
 
 

@@ -189,16 +189,17 @@ def intact(data: bytes) -> bool:
 
 
 def _compiled(variant: Variant, arch: str, path: Path, name: str) -> tuple[Kernel, str]:
-    """The kernel as it was kept on disk, or from memory alone and why it could not be kept."""
+    """The kernel as it was kept on disk, or compiled again for memory and why it is not kept."""
     from blockattn.impl.cute import build
 
-    made = build.compile_variant(variant, arch)
     try:
-        store(path, build.shared_object(made, name))
+        store(path, build.shared_object(build.compile_variant(variant, arch), name))
+        found, complaint = _from_disk(path, name)
     except OSError as error:
-        return made, f"not kept on disk: {error}"
-    found, complaint = _from_disk(path, name)
-    return (made, complaint) if found is None else (found, "")
+        found, complaint = None, f"not kept on disk: {error}"
+    if found is None:
+        found = build.compile_variant(variant, arch, call=True)
+    return found, complaint
 
 
 def store(path: Path, library: bytes) -> None:
