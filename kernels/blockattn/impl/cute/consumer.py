@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from quack import layout_utils, sm90_utils
 
-from blockattn.impl.cute import softmax
+from blockattn.impl.cute import softmax, summaries
 from blockattn.impl.cute.ahead import walk_ahead
 from blockattn.impl.cute.items import tail_tiles
 from blockattn.impl.cute.producer import announced, tile_ways
@@ -42,8 +42,10 @@ def consume(
         total = tail + both + (first if g == 0 else second)
         at = SimpleNamespace(
             head=head, batch=batch, row=(pair * GROUPS + g) * ROWS, group=g,
-            use=use, both=tail + both, fewer=cutlass.min(first, second), total=total,
+            use=use, tail=tail, both=tail + both, fewer=cutlass.min(first, second), total=total,
         )  # fmt: skip
+        if const_expr(shapes.variant.tail):
+            summaries.begin(work, at)
         softmax.clear(work.m, work.l, work.acc)
         if const_expr(shapes.variant.skip is not None):
             work.peak.fill(-Float32.inf)
@@ -51,7 +53,7 @@ def consume(
         if const_expr(shapes.ahead):
             _read_query(shapes, work, s_q)
             release(work, bars.q_empty + g)
-            phases = walk_ahead(shapes, work, at, total, tail, phases)
+            phases = walk_ahead(shapes, work, at, total, phases)
         else:
             phases = walk(shapes, work, at, total, phases)
             release(work, bars.q_empty + g)
@@ -80,9 +82,12 @@ def _new_work(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Flo
     acc, p, v = sm90_utils.partition_fragment_ABC(
         mma_pv.get_slice(0), (ROWS, dim, columns), None, layout_utils.transpose_view(s_v)
     )
+    lane, whole = cute.arch.lane_idx(), 0
+    if shapes.variant.tail:
+        whole = summaries.whole_tiles(shapes, call, lane)
     return SimpleNamespace(
-        call=call, g=g, thread=thread, lane=cute.arch.lane_idx(), unit=softmax.pinned(unit),
-        ragged=_ragged_tile(call.keys, columns),
+        call=call, g=g, thread=thread, lane=lane, unit=softmax.pinned(unit),
+        ragged=_ragged_tile(call.keys, columns), whole=whole, bits=cute.make_rmem_tensor(2, Int32),
         mma_qk=mma_qk, mma_pv=mma_pv, thr_qk=mma_qk.get_slice(thread),
         q=q, k=k, v=v, s_v=s_v, p=p, acc=acc,
         m=softmax.per_row(), l=softmax.per_row(), peak=softmax.per_row(),

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from quack import sm90_utils
 
 from blockattn.impl.cute import softmax
-from blockattn.impl.cute.shapes import BLOCK, GROUP, Shapes
+from blockattn.impl.cute.shapes import GROUP, Shapes
 
 VALUES_BARRIER = 5  # and one more for the second group
 
@@ -124,53 +124,3 @@ def mask(shapes: Shapes, work: Any, at: Any, scores: Any, tile: Int32) -> Int32:
     if const_expr(shapes.variant.causal) and at.row - start < shapes.columns - 1:
         softmax.keep_past(scores, work.thr_qk, at.row - start)
     return padding
-
-
-@cute.jit
-def fetch_tail(shapes: Shapes, work: Any, at: Any, n: Int32, found: Any):
-    """Starts to read what :func:`tail_weights` needs of summary tile ``n`` into ``found``."""
-    call, columns = work.call, shapes.columns
-    last = cute.size(call.tail_lengths) - 1
-    places = softmax.coordinates(work.thr_qk, columns)
-    line = cutlass.min(at.row // BLOCK, call.words.shape[2] - 1)
-    for j in cutlass.range_constexpr(columns // softmax.SHARERS):
-        column = cutlass.min(n * columns + places[0, j][1], last)
-        found[j] = call.tail_lengths[column]
-    each = columns // softmax.SHARERS
-    for i in cutlass.range_constexpr(columns // 32):
-        place = cutlass.min(n * (columns // 32) + i, call.words.shape[3] - 1)
-        found[each + i] = call.words[at.batch, at.head, line, place]
-    if const_expr(shapes.variant.lengths):
-        summary = cutlass.min(n * columns + work.thread // 2, last)
-        found[each + columns // 32] = call.tail_lengths[summary]
-
-
-def new_tail(shapes: Shapes) -> Any:
-    """Room for what :func:`fetch_tail` reads."""
-    columns = shapes.columns
-    return cute.make_rmem_tensor(columns // softmax.SHARERS + columns // 32 + 1, Int32)
-
-
-@cute.jit
-def tail_weights(shapes: Shapes, work: Any, n: Int32, found: Any):
-    """Keys that each summary of tile ``n`` stands for, none where its block is exact; padding.
-
-    Four lengths share a register.
-    """
-    columns, blocks = shapes.columns, cute.size(work.call.tail_lengths)
-    own = softmax.coordinates(work.thr_qk, columns)[0, 0][1]  # its columns are offsets from here
-    each = columns // softmax.SHARERS
-    words = [found[each + i] >> own for i in range(columns // 32)]
-    weights = cute.make_rmem_tensor(each // 4, Int32)
-    weights.fill(0)
-    for j in cutlass.range_constexpr(each):
-        offset = j // 2 * 8 + j % 2
-        absent = (words[offset // 32] >> offset % 32 & 1) == 0
-        inside = n * columns + own + offset < blocks
-        length = found[j] if absent and inside else 0
-        weights[j // 4] = weights[j // 4] | length << j % 4 * 8
-    void = Int32(0)
-    if const_expr(shapes.variant.lengths):
-        inside = n * columns + work.thread // 2 < blocks
-        void = Int32(1) if inside and found[each + columns // 32] == 0 else Int32(0)
-    return weights, void
