@@ -21,17 +21,26 @@ from blockattn.impl.cute.items import next_entry
 from blockattn.impl.cute.shapes import ROWS, Shapes
 
 
+def new_scores(shapes: Shapes, work: Any) -> Any:
+    """Two sets of scores; the first scores of an item are multiplied into the first."""
+    shape = work.mma_qk.partition_shape_C((ROWS, shapes.columns))
+    return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+
+
 @cute.jit
-def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, phases: Int32) -> Int32:
-    """Folds all entries of an item into the softmax state."""
-    one, two = (
-        cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
-        for _ in range(2)
-    )
+def walk_ahead(
+    shapes: Shapes, work: Any, at: Any, before: Any, phases: Int32, scores: Any
+) -> Int32:
+    """Folds all entries of an item into the softmax state and the accumulator, and finishes them.
+
+    Args:
+        before: the first entry, whose scores are there, in the first of ``scores``.
+    """
+    (two, one), total = scores, at.total
     first, second = work.p, cute.make_fragment_like(work.p)
     if total > 0:
-        before, phases = next_entry(shapes, at, Int32(0), at.use % shapes.stages - 1, phases)
-        tile = steps.begin_keys(work, before, two)
+        tile = steps.tile_of(work, before)
+        steps.release(work, work.call.bars.k_empty + before[0])
         now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
         after, phases = next_entry(shapes, at, Int32(2), now[0], phases)
         kept, void, tile = _first(shapes, work, at, tile, now, total > 1, two, second, one)
@@ -63,10 +72,20 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, phases: Int32) 
                 shapes, work, at, total - 1, tile, before, kept, void, None, False,
                 one, first, two, second,
             )  # fmt: skip
-            steps.finish_values(shapes, work, now, kept, void, first)
+            _finish(shapes, work, now, kept, void, first)
         else:
-            steps.finish_values(shapes, work, before, kept, void, second)
+            _finish(shapes, work, before, kept, void, second)
     return phases
+
+
+@cute.jit
+def _finish(shapes: Shapes, work: Any, entry: Any, kept: Int32, void: Int32, p: Any):
+    """The values of the last entry of an item; what they are divided by is computed meanwhile."""
+    if kept != 0:
+        steps.multiply_values(shapes, work, entry, void, p)
+    softmax.finish(work)
+    warpgroup.wait_group(0)
+    steps.free(shapes, work, entry)
 
 
 @cute.jit

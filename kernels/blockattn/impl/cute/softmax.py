@@ -36,11 +36,12 @@ def per_row() -> Any:
     return cute.make_rmem_tensor(2, Float32)
 
 
-def clear(m: Any, l: Any, acc: Any) -> None:
-    """The state of rows that have seen no key."""
-    m.fill(-Float32.inf)
-    l.fill(0.0)
-    acc.fill(0.0)
+def clear(work: Any) -> None:
+    """The state of rows that have seen no key, and the result if it stays so."""
+    for x in (work.m, work.peak, work.lse):
+        x.fill(-Float32.inf)
+    for x in (work.l, work.acc, work.factor):
+        x.fill(0.0)
 
 
 def coordinates(thr_mma: Any, columns: int) -> Any:
@@ -207,16 +208,16 @@ def rescale(acc: Any, factor: Any):
 
 
 @cute.jit
-def finish(m: Any, l: Any, unit: Float32, scale_output: Float32) -> tuple[Any, Any]:
-    """(factor of the accumulator, LSE) of the two rows; a row without keys gives 0 and -inf."""
-    factor, lse = per_row(), per_row()
+def finish(work: Any):
+    """Factor of the accumulator, and LSE, of the two rows; a row without keys gives 0 and -inf."""
     for r in cutlass.range_constexpr(2):
-        total = l[r] + cute.arch.shuffle_sync_bfly(l[r], offset=1)
+        total = work.l[r] + cute.arch.shuffle_sync_bfly(work.l[r], offset=1)
         total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
         empty = total == 0.0
-        factor[r] = scale_output / (1.0 if empty else total)
-        lse[r] = -Float32.inf if empty else (m[r] * unit + cute.math.log2(total)) * LN_2
-    return factor, lse
+        # At this very point: it would be computed behind the wait for the last product.
+        work.factor[r] = pinned(work.final / (1.0 if empty else total))
+        lse = (work.m[r] * work.unit + cute.math.log2(total)) * LN_2
+        work.lse[r] = -Float32.inf if empty else lse
 
 
 @cute.jit

@@ -46,17 +46,6 @@ def start_keys(work: Any, entry: Any, scores: Any) -> None:
 
 
 @cute.jit
-def begin_keys(work: Any, entry: Any, scores: Any) -> Int32:
-    """The scores of an entry, at once; gives its key tile."""
-    wait_for_keys(work, entry)
-    tile = tile_of(work, entry)
-    start_keys(work, entry, scores)
-    warpgroup.wait_group(0)
-    release(work, work.call.bars.k_empty + entry[0])
-    return tile
-
-
-@cute.jit
 def multiply_values(shapes: Shapes, work: Any, entry: Any, void: Int32, p: Any):
     """Starts the accumulation of P V of an entry."""
     wait_for_values(work, entry)
@@ -73,15 +62,6 @@ def accumulate(work: Any, entry: Any, p: Any, first: int, last: int) -> None:
     for k in range(first // 16, last // 16):
         cute.gemm(mma, work.acc, p[None, None, k], work.v[None, None, k, entry[0]], work.acc)
     warpgroup.commit_group()
-
-
-@cute.jit
-def finish_values(shapes: Shapes, work: Any, entry: Any, kept: Int32, void: Int32, p: Any):
-    """P V of the last entry of an item, if it is kept."""
-    if kept != 0:
-        multiply_values(shapes, work, entry, void, p)
-        warpgroup.wait_group(0)
-    free(shapes, work, entry)
 
 
 @cute.jit
