@@ -14,8 +14,9 @@ V, and two that compute, each 64 query rows of the pair (two query blocks of a r
             key blocks of both query blocks, then those of one alone in turn. From the three counts
             a group knows the stage of its next entry and looks at no other; the producer releases
             an entry of one group on behalf of the other.
-  Overlap   Products run under the softmax of the same group (``walk``, ``ahead``); the other group
-            fills what is left. What limits a group is its chain of instructions, so that one looks
+  Overlap   Products run under the softmax of the same group (``walk``, ``ahead``), the first scores
+            of an item by blocks while the one before is written; the other group fills what is
+            left. What limits a group is its chain of instructions, so that one looks
             at no maxima where nothing votes (``softmax``) and computes places of entries early.
 Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to release):
   item_full[n]    groups and the warp that fetches V for the item that the other begins;
