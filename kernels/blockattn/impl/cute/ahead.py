@@ -100,7 +100,7 @@ def _first(
     steps.start_keys(work, after, coming)
     n, kept = Int32(0), Int32(1)
     void, weight = _mask(shapes, work, at, n, tile, scores)
-    own = softmax.largest(scores, nan=shapes.variant.skip is not None)
+    own = softmax.largest(scores)
     if const_expr(shapes.variant.skip is not None):
         kept = _vote(shapes, work, at, own, n, tile)
     if kept != 0:
@@ -145,10 +145,10 @@ def _step(
         raised = softmax.fold_unseen(shapes, work, scores, p, weight, shrink)
         _weigh(shapes, work, n, scores, weight)
     else:
-        own = softmax.largest(scores, nan=True)
+        own = softmax.largest(scores)
         kept = _vote(shapes, work, at, own, n, tile)
         if kept != 0:
-            raised = softmax.follow(work, shrink)
+            raised = softmax.follow(work, work.peak, shrink)
             softmax.fold(shapes, work, scores, p, weight)
             _weigh(shapes, work, n, scores, weight)
     warpgroup.wait_group(0)
@@ -191,5 +191,5 @@ def _vote(shapes: Shapes, work: Any, at: Any, own: Any, n: Int32, tile: Int32) -
     if const_expr(shapes.variant.tail) and n < at.tail:
         softmax.rise(work.peak, own)
     else:
-        kept = votes.keep(shapes, work, at, own, tile, at.use + n + 1)
+        kept = votes.decide(shapes, work, at, own, tile)
     return kept

@@ -17,6 +17,7 @@ from blockattn.impl.cute.items import next_entry, tail_tiles
 from blockattn.impl.cute.producer import announced, tile_ways
 from blockattn.impl.cute.shapes import GROUP, GROUPS, ROWS, WARP, Shapes
 from blockattn.impl.cute.steps import release, start_keys, wait_for_keys
+from blockattn.impl.cute.voting import walk_voting
 from blockattn.impl.cute.walk import pass_turn, walk
 
 OUTPUT_BARRIER = 1  # and one more for the second group
@@ -40,20 +41,27 @@ def consume(
 
 @cute.jit
 def _consume(shapes: Shapes, work: Any, target: Any):
-    """One item after the other; the groups take turns."""
+    """One item after the other; the output lies where Q was."""
     call, g = work.call, work.g
     use, q_phase, phases, taken = Int32(0), Int32(0), Int32(0), Int32(0)
-    if g == 1:
+    work.votes[0] = Int32(0)
+    votes = shapes.variant.skip is not None
+    if const_expr(not votes) and g == 1:
         pass_turn(work)  # the first group begins
     is_item, place, counts = announced(call, work.lane, taken)
     while is_item != 0:
         at = _rows(shapes, work, place, counts, use)
         softmax.clear(work)
         cute.arch.mbarrier_wait(call.bars.q_full + g, q_phase)
-        phases = walk(shapes, work, at, at.total, phases)
-        release(work, call.bars.q_empty + g)
+        if const_expr(votes):
+            phases = walk_voting(shapes, work, at, at.total, phases)
+        else:
+            phases = walk(shapes, work, at, at.total, phases)
         softmax.finish(work)
         _write(shapes, work, at, target)
+        if work.thread < WARP:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        release(work, call.bars.q_empty + g)
         use = at.use_after
         q_phase ^= 1
         taken += 1
@@ -145,12 +153,15 @@ def _new_work(
     acc, p, v = sm90_utils.partition_fragment_ABC(
         mma_pv.get_slice(0), (ROWS, dim, columns), None, layout_utils.transpose_view(s_v)
     )
-    lane, whole = cute.arch.lane_idx(), 0
+    lane, whole, limit = cute.arch.lane_idx(), 0, None
     if shapes.variant.tail:
         whole = summaries.whole_tiles(shapes, call, lane)
+    if shapes.variant.skip is not None:
+        limit = softmax.pinned(call.limit / unit)  # in units of scores
     return SimpleNamespace(
         call=call, g=g, thread=thread, lane=lane, unit=softmax.pinned(unit), final=final,
         ragged=_ragged_tile(call.keys, columns), whole=whole, bits=cute.make_rmem_tensor(2, Int32),
+        limit=limit, votes=cute.make_rmem_tensor(1, Int32),
         mma_qk=mma_qk, mma_pv=mma_pv, thr_qk=mma_qk.get_slice(thread),
         q=q, k=k, v=v, s_v=s_v, p=p, acc=acc,
         **{name: softmax.per_row() for name in ("m", "l", "peak", "factor", "lse")},

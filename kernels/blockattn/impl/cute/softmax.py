@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 from quack import layout_utils
@@ -74,18 +74,38 @@ def keep_past(scores: Any, thr_mma: Any, shift: Int32):
 
 
 @cute.jit
-def largest(scores: Any, nan: cutlass.Constexpr[bool] = False) -> Any:
-    """Largest score of each row; with ``nan``, not a number where one of them is not."""
-    s, found = rows_of(scores), per_row()
+def largest(scores: Any) -> Any:
+    """Largest score of each row; not a number where one of them is not.
+
+    Compared as integers, of which Hopper takes three at once. Bits have the order of the numbers
+    while the largest is positive; of negative numbers the lowest bits are wanted. NaN as a product
+    gives it has the highest.
+    """
+    bits, found = rows_of(cute.recast_tensor(scores, Int32)), per_row()
+    top = cute.recast_tensor(found, Int32)
     for r in cutlass.range_constexpr(2):
-        top = [s[r, 0], s[r, 1]]
-        for j in cutlass.range_constexpr(2, cute.size(s, mode=[1])):
-            top[j % 2] = cute.arch.fmax(top[j % 2], s[r, j], nan=nan)
-        found[r] = cute.arch.fmax(top[0], top[1], nan=nan)
-        for offset in (SHARERS // 2, SHARERS // 4):
-            other = cute.arch.shuffle_sync_bfly(found[r], offset=offset)
-            found[r] = cute.arch.fmax(found[r], other, nan=nan)
+        top[r] = _extreme(bits[r, None], cutlass.max)
+    if cute.arch.vote_any_sync(cutlass.min(top[0], top[1]) < 0):
+        for r in cutlass.range_constexpr(2):
+            lowest = _extreme(bits[r, None], cutlass.min)
+            top[r] = lowest if top[r] < 0 else top[r]
     return found
+
+
+def _extreme(row: Any, choose: Any) -> Int32:
+    """The largest or smallest integer of a row, which four threads share."""
+    found = [row[0], row[1]]
+    for j in range(2, cute.size(row)):
+        found[j % 2] = choose(found[j % 2], row[j])
+    total = choose(found[0], found[1])
+    for offset in (SHARERS // 2, SHARERS // 4):
+        total = choose(total, cute.arch.shuffle_sync_bfly(total, offset=offset))
+    return total
+
+
+def higher(peak: Float32, own: Float32) -> Float32:
+    """The larger of both, or the one that is a number."""
+    return cute.arch.fmax(peak, own)
 
 
 @cute.jit
@@ -101,7 +121,7 @@ def _sum(row: Any) -> Float32:
 def rise(peak: Any, own: Any):
     """A running maximum takes in the largest scores of a tile."""
     for r in cutlass.range_constexpr(2):
-        peak[r] = cute.arch.fmax(peak[r], own[r])
+        peak[r] = higher(peak[r], own[r])
 
 
 @cute.jit
@@ -113,18 +133,18 @@ def fold(shapes: Any, work: Any, scores: Any, p: Any, weight: Any):
 
 
 @cute.jit
-def follow(work: Any, shrink: Any) -> Int32:
-    """Raises the reference m of a warp's rows once one of them is outgrown by its maximum.
+def follow(work: Any, peak: Any, shrink: Any) -> Int32:
+    """Raises the reference m of a warp's rows once one is outgrown by its maximum ``peak``.
 
     Returns:
         1 if so: what was accumulated before must then be multiplied with ``shrink``.
     """
     outgrown, raised = False, Int32(0)
     for r in cutlass.range_constexpr(2):
-        outgrown = outgrown or (work.peak[r] - work.m[r]) * work.unit > LAG
+        outgrown = outgrown or (peak[r] - work.m[r]) * work.unit > LAG
     if cute.arch.vote_any_sync(outgrown):
         raised = Int32(1)
-        _raise(work, work.peak, shrink)
+        _raise(work, peak, shrink)
     return raised
 
 
@@ -161,7 +181,7 @@ def _raise(work: Any, own: Any, shrink: Any):
     A warp does so for itself, and must not wait for products here: all warps of the group have to.
     """
     for r in cutlass.range_constexpr(2):
-        top = cute.arch.fmax(work.m[r], own[r])
+        top = higher(work.m[r], own[r])
         shrink[r] = cute.math.exp2((work.m[r] - finite(top)) * work.unit, fastmath=True)
         work.l[r] = work.l[r] * shrink[r]
         work.m[r] = top
@@ -244,6 +264,19 @@ def pinned(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 def fresh(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """x as if it were new: what follows from it is computed again instead of kept in registers."""
     return Int32(_in_place(T.i32(), "mov.b32 $0, $1;", "=r,r", Int32(x).ir_value(loc=loc, ip=ip)))
+
+
+@dsl_user_op
+def any_of_group(x: Boolean, barrier: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """1 where x is true in a thread of the warp group; its threads wait for each other."""
+    text = """{
+        .reg .pred p, q;
+        setp.ne.u32 p, $1, 0;
+        barrier.cta.red.or.pred q, $2, 128, p;
+        selp.u32 $0, 1, 0, q;
+    }"""
+    values = [Int32(x).ir_value(loc=loc, ip=ip), Int32(barrier).ir_value(loc=loc, ip=ip)]
+    return Int32(_in_place(T.i32(), text, "=r,r,r", *values))
 
 
 @dsl_user_op
