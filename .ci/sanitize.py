@@ -40,10 +40,11 @@ from blockattn.quant_formats import (  # noqa: E402
 )
 
 TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first
-LIMIT = 50  # seconds of a tool on a kernel
+LIMIT = 45  # seconds of a tool on a kernel
 COMPILE_LIMIT = 90  # seconds of a launch without a tool
 WORKERS = 12
 PORT, PORTS = 49152, 16  # of the tool's connections; every process gets some of its own
+KILLED = (124, 137, -signal.SIGKILL)  # by timeout
 SHOWN = 12  # lines of what a launch printed that is not clean
 TOLERANCE = 0.05  # of bfloat16 results of about 1
 CLEAN = "nothing found"
@@ -101,27 +102,23 @@ def under(tool: str | None, kernel: str, number: int = 0) -> tuple[str, str]:
     if tool is not None:
         ports = ["--port", str(PORT + PORTS * number), "--max-connections", str(PORTS)]
         command, limit = [program(), "--tool", tool, *ports, *command], LIMIT
+    # timeout ends all that a launch started, also where this script was ended before.
+    command = ["timeout", "--kill-after=5", str(limit), *command]
     # Without torch's cache every tensor is an allocation of its own, so that a step past it shows.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:  # the tool's own child would go on without it
-            status = None
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        status = subprocess.run(
+            command, stdout=output, stderr=output, env=environment, check=False
+        ).returncode
         output.seek(0)
         text = output.read()
     return verdict(tool, status, text, limit), text
 
 
-def verdict(tool: str | None, status: int | None, text: str, limit: int = LIMIT) -> str:
+def verdict(tool: str | None, status: int, text: str, limit: int) -> str:
     """What a process showed, in words; :data:`CLEAN` where it ended well and found nothing."""
     found = SUMMARY.search(text)
-    if status is None:
+    if status in KILLED:
         return f"not finished after {limit} s"
     if found and int(found[1]):
         return f"{found[1]} reports"

@@ -6,22 +6,20 @@ from functools import lru_cache
 
 import torch
 
+from tests.model_inputs import fresh_model
 from workbench.calibrate.collect import Calibration, calibrate, plan_for
 from workbench.calibrate.samples import Samples
 from workbench.calibrate.scores import Geometry, ScoreTable, kept_ranks
-from workbench.models import DiTConfig, VideoDiT
+from workbench.models import VideoDiT
 
 SAMPLES = Samples(("ring",), (5, 6), grid=(3, 8, 25), steps=3)  # 600 tokens: a ragged last block
 
 
 @lru_cache
 def small_model() -> VideoDiT:
-    """Two layers of random weights, also where training starts from zero."""
-    torch.manual_seed(0)
-    made = VideoDiT(DiTConfig(depth=2, width=32, head_dim=16)).eval().requires_grad_(False)
+    """Two layers."""
+    made = fresh_model(2)
     for name, parameter in made.named_parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.05)
         if "_norm" in name:
             parameter.mul_(3)  # sharper attention than that of fresh weights
     return made

@@ -110,6 +110,10 @@ def test_obstacles_name_every_fact_that_speaks_against_a_call():
     assert "skip_tile=(64, 128), serves (64, 64) and (128, 128)" in reasons(
         make_problem(q, k, v, **odd)
     )
+    for dtype, most in cute.MOST_THRESHOLD.items():
+        data = [x.to(dtype) for x in (q, k, v)]
+        assert "skip_threshold" not in reasons(make_problem(*data, skip_threshold=most))
+        assert "serves at most" in reasons(make_problem(*data, skip_threshold=2 * most))
     large: Any = {"skip_threshold": 0.1, "route": random_route(128, 128)}
     assert "skip_tile=(128, 128) with a route" in reasons(make_problem(q, k, v, **large))
     assert "round_p=True" in reasons(replace(make_problem(q, k, v), round_p=True))

@@ -123,6 +123,29 @@ def test_neighbouring_query_blocks_that_share_nothing_or_all_agree(with_tail):
         assert_follows_reference(make_problem(q, k, v, route=route, tail=tail, want_trace=True))
 
 
+@pytest.mark.parametrize("short", [{}, {0: 9}, {70: 1, 71: 63}, {63: 33, 130: 0}, {150: 40}])
+def test_a_summary_counts_for_the_keys_of_its_block(short):
+    """Summaries go by tiles of 64; only those with a short block are weighed one by one."""
+    q, k, v = gaussian(130, keys=151 * 64)
+    tail = BlockSummary.of(k, v)
+    for block, length in short.items():
+        tail.lengths[block] = length
+    route = random_route(q, k, density=0.1)
+    assert_follows_reference(make_problem(q, k, v, route=route, tail=tail, want_trace=True))
+
+
+@pytest.mark.parametrize("with_tail", [False, True])
+def test_a_group_far_ahead_of_its_neighbour_waits_without_a_stage(with_tail):
+    """Of each pair one query block wants every key block and the other one or none, in turn."""
+    q, k, v = gaussian(64 * 24, heads=40)
+    mask = torch.zeros(1, 40, 24, 24, dtype=torch.bool, device=DEVICE)
+    mask[:, :, ::4], mask[:, :, 3::4] = True, True
+    mask[:, ::2, 1::4, 5] = True
+    tail = BlockSummary.of(k, v) if with_tail else None
+    route = BlockRoute.from_dense(mask, seqlens=(64 * 24,) * 2)
+    assert_follows_reference(make_problem(q, k, v, route=route, tail=tail, want_trace=True))
+
+
 def test_more_key_blocks_than_a_warp_reads_at_once_agree():
     q, k, v = gaussian(130, keys=9000)
     route = random_route(q, k, density=0.9)

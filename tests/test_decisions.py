@@ -191,7 +191,7 @@ def test_a_run_that_skipped_nothing_says_that_it_ran_dense():
         (
             lambda s, g: decisions.explain(s, 1.0, TokenGrid((1, 8, 8)), 0, 0),
             ValueError,
-            r"grid: \(1, 8, 8\) .* has 64 tokens, but the scores are of 256",
+            r"grid: \(1, 8, 8\) .* has 64 tokens, but q has 256",
         ),
         (
             lambda s, g: decisions.selected_tokens(torch.ones(3, dtype=torch.bool), g),

@@ -10,18 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.model_inputs import tiny_model
 from workbench.models.dit import DiTConfig, VideoDiT, dense_attention
 from workbench.models.sampler import denoising_times, initial_noise, integrate, sample
 
 GRID = (2, 2, 3)
-
-
-def tiny_model() -> VideoDiT:
-    torch.manual_seed(0)
-    model = VideoDiT(DiTConfig(depth=2, width=32, heads=2, head_dim=16)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return model
 
 
 class Oracle(VideoDiT):

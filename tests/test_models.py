@@ -7,19 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.model_inputs import TINY, tiny_model
 from workbench.models.dit import AttentionCall, DiTConfig, VideoDiT, dense_attention
 from workbench.models.rope import axis_channels, rotate, rotation_table
-
-TINY = DiTConfig(depth=2, width=32, heads=2, head_dim=16)
-
-
-def tiny_model(seed: int = 0) -> VideoDiT:
-    """A small model whose zero-initialised layers are filled, so that every path matters."""
-    torch.manual_seed(seed)
-    model = VideoDiT(TINY).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return model
 
 
 def noise(frames: int, height: int, width: int, batch: int = 1) -> torch.Tensor:

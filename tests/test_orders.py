@@ -10,12 +10,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from blockattn import TokenGrid
+from tests.model_inputs import fresh_model
 from workbench import cli
 from workbench.attention import SparseAttention
 from workbench.capture import Capture, CaptureSpec, CaptureWriter, Selection, open_capture
 from workbench.capture.recorder import SamplingPlan, record_sampling
 from workbench.config import SolAttnConfig, VideoSparseAttentionConfig
-from workbench.models import AttentionCall, DiTConfig, VideoDiT, dense_attention, sample
+from workbench.models import AttentionCall, VideoDiT, dense_attention, sample
 from workbench.orders import OrderEffect, OrderRow, order_effect
 from workbench.synthetic import synthetic_qkv
 from workbench.views import draw_orders, new_figure, to_png
@@ -26,13 +27,7 @@ ORDERS = ("tile", "morton")
 
 @pytest.fixture(scope="module")
 def model() -> VideoDiT:
-    """A small model with random weights, also where training starts from zero."""
-    torch.manual_seed(0)
-    made = VideoDiT(DiTConfig(depth=3, width=32, head_dim=16)).eval().requires_grad_(False)
-    for parameter in made.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.05)
-    return made
+    return fresh_model(3)
 
 
 def velocity(model: VideoDiT, dtype: torch.dtype, **settings) -> Tensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from matplotlib import colors
 
 from blockattn import BlockRoute, UnsupportedError, attend, skip_softmax_attention, sol_attention
-from tests.panel_inputs import PNG, capture_of, load
+from tests.panel_inputs import PNG, assert_told_apart, capture_of, grey, load
 from workbench import views
 from workbench.comparison import (
     Agreement,
@@ -122,14 +122,7 @@ def test_a_map_of_single_blocks_without_hatches_still_tells_the_sides_apart():
 
 
 def test_every_class_is_told_apart_in_grey_or_by_its_hatch():
-    def grey(color: str) -> float:
-        red, green, blue = (int(color[n : n + 2], 16) for n in (1, 3, 5))
-        return (0.299 * red + 0.587 * green + 0.114 * blue) / 255
-
-    looks = list(AGREEMENTS.values())
-    for n, one in enumerate(looks):
-        for other in looks[:n]:
-            assert one.hatch != other.hatch or abs(grey(one.face) - grey(other.face)) > 0.15
+    assert_told_apart(AGREEMENTS.values())
     shades = sorted(grey(colors.to_hex(SIGNED(x))) for x in (0.0, 0.5, 1.0))
     assert min(b - a for a, b in pairwise(shades)) > 0.15
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 
+from tests.panel_inputs import press
 from workbench.doctor import Finding, GpuInfo, ImplementationStatus, Report
 from workbench.doctor.checkup import examine, implementation_statuses
 from workbench.widgets import Doctor, doctor
@@ -63,12 +63,7 @@ def test_looking_again_runs_in_the_background_and_shows_its_error(
 
     monkeypatch.setattr(doctor, "examine", lost)
 
-    async def press():
-        panel._button.click()
-        while panel.job.running:
-            await asyncio.sleep(0.005)
-
-    asyncio.run(press())
+    press(panel)
     assert "OSError: no &lt;disk&gt;" in panel.problem
     assert panel.report is REPORT
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.panel_inputs import PNG
+from tests.panel_inputs import PNG, assert_told_apart, press
 from tests.policy_inputs import model
 from workbench import views
 from workbench.attention.phase import dense_steps
@@ -105,14 +103,7 @@ def test_the_map_names_only_the_kinds_that_occur():
 
 
 def test_kinds_differ_in_grey_or_by_hatch():
-    def grey(color: str) -> float:
-        red, green, blue = (int(color[n : n + 2], 16) for n in (1, 3, 5))
-        return (0.299 * red + 0.587 * green + 0.114 * blue) / 255
-
-    looks = list(KINDS.values())
-    for n, one in enumerate(looks):
-        for other in looks[:n]:
-            assert one.hatch != other.hatch or abs(grey(one.face) - grey(other.face)) > 0.15
+    assert_told_apart(KINDS.values())
 
 
 # -- the panel ------------------------------------------------------------------------------
@@ -221,13 +212,7 @@ def test_a_trial_samples_in_the_background_with_the_plain_functions_result(
     editor.controls.dense_layers.value = "0"
     sparse = editor.controls.config
 
-    async def press():
-        editor._button.click()
-        assert editor.job.running
-        while editor.job.running:
-            await asyncio.sleep(0.02)
-
-    asyncio.run(press())
+    press(editor)
     assert editor.problem == ""
     assert editor.result is not None
     settings = SampleSettings(grid=GRID, steps=4)
@@ -260,12 +245,7 @@ def test_an_error_of_a_trial_is_shown_and_logged(
 
     monkeypatch.setattr(schedule_editor, "run", broken)
 
-    async def press():
-        editor._button.click()
-        while editor.job.running:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(press())
+    press(editor)
     assert "RuntimeError: out of &lt;memory&gt;" in editor.problem
     assert "failed while sampling" in caplog.text
     assert editor.result is None

@@ -187,6 +187,8 @@ def test_a_tile_that_is_not_there_is_named():
     gaps = skip_gaps(call.q, call.k)
     with pytest.raises(ValueError, match="j=3"):
         explain_tile(gaps, 0.5, GRID, 0, 3)
+    with pytest.raises(ValueError, match="head=2"):
+        explain_tile(gaps, 0.5, GRID, 0, 0, head=2)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from blockattn import TokenGrid, attend, sol_attention
-from tests.panel_inputs import PNG, capture_of, load
+from tests.panel_inputs import PNG, capture_of, load, press
 from workbench.bench import split as splits
 from workbench.bench.split import describe_split, from_report, measure, parts, ticks
 from workbench.synthetic import synthetic_qkv
@@ -205,14 +204,7 @@ def test_a_measurement_runs_in_the_background_and_is_shown(
     panel.entry.value = (4, 9)
     panel.repeats.value = 2
 
-    async def press():
-        panel._button.click()
-        assert panel.job.running
-        while panel.job.running:
-            await asyncio.sleep(0.01)
-        panel.flush()
-
-    asyncio.run(press())
+    press(panel)
     assert panel.problem == ""
     assert panel.source.value == time_split.HERE
     assert panel.report is made["report"]
@@ -224,15 +216,7 @@ def test_a_measurement_can_be_cancelled(panel: TimeSplit):
     before = panel.report
     panel.repeats.value = 99
 
-    async def press():
-        panel._button.click()
-        while "step" not in panel.job.text:
-            await asyncio.sleep(0.005)
-        panel.job.cancel()
-        while panel.job.running:
-            await asyncio.sleep(0.005)
-
-    asyncio.run(press())
+    press(panel, cancel_at="step")
     assert "cancelled after" in panel.job.text
     assert panel.report is before
     assert panel.problem == ""
@@ -244,12 +228,7 @@ def test_an_error_of_a_measurement_is_shown(panel: TimeSplit, monkeypatch: pytes
 
     monkeypatch.setattr(time_split, "measure", broken)
 
-    async def press():
-        panel._button.click()
-        while panel.job.running:
-            await asyncio.sleep(0.005)
-
-    asyncio.run(press())
+    press(panel)
     assert "RuntimeError: clock &lt;lost&gt;" in panel.problem
 
 

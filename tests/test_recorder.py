@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from blockattn import TokenGrid
+from tests.model_inputs import fresh_model
 from workbench import cli
 from workbench.capture import CaptureSpec, open_capture
 from workbench.capture.recorder import (
@@ -20,7 +21,6 @@ from workbench.capture.recorder import (
 from workbench.curves import sol_curve
 from workbench.models import (
     AttentionCall,
-    DiTConfig,
     VideoDiT,
     dense_attention,
     load_model,
@@ -34,13 +34,7 @@ PLAN = SamplingPlan(layers=(0, 1), at_steps=(0, 2), label="ring", grid=GRID, ste
 
 @pytest.fixture(scope="module")
 def model() -> VideoDiT:
-    """A small model with random weights, also where training starts from zero."""
-    torch.manual_seed(0)
-    made = VideoDiT(DiTConfig(depth=2, width=32, head_dim=16)).eval().requires_grad_(False)
-    for parameter in made.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.05)
-    return made
+    return fresh_model(2)
 
 
 def sampled(model: VideoDiT, plan: SamplingPlan = PLAN, **settings) -> torch.Tensor:

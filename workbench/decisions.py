@@ -105,7 +105,7 @@ def skip_states(
             f"skipped and reachable differ in geometry: blocks {skipped.block} over "
             f"{skipped.seqlens} against blocks {reachable.block} over {reachable.seqlens}"
         )
-    _check_head(skipped.shape, batch, head)
+    check_head(skipped.shape, batch, head)
     states = torch.full(skipped.grid, int(TileState.MASKED), dtype=torch.uint8)
     states = states.to(skipped.device)
     states.masked_fill_(reachable.dense()[batch, head], TileState.COMPUTED)
@@ -165,7 +165,7 @@ def explain(
     Raises:
         TypeError, ValueError: no such block or head, or a grid of another length than the scores.
     """
-    _check_grid(grid, scores.always)
+    check_grid(grid, scores.always)
     z_head = _head(scores, scores.z, batch, head)
     row = checks.integer("i", i, maximum=z_head.shape[0] - 1)
     column = checks.integer("j", j, maximum=z_head.shape[1] - 1)
@@ -251,20 +251,22 @@ def pooled_density(classes: Tensor, size: int = 512) -> tuple[Tensor, int]:
 # -- details ------------------------------------------------------------------------------------
 
 
-def _check_head(shape: tuple[int, ...], batch: int, head: int) -> None:
+def check_head(shape: Sequence[int], batch: int, head: int) -> None:
+    """Refuses a sample or head that values ``[B, H, ...]`` do not have, by ValueError."""
     checks.integer("batch", batch, maximum=shape[0] - 1)
     checks.integer("head", head, maximum=shape[1] - 1)
 
 
 def _head(scores: BlockScores, values: Tensor, batch: int, head: int) -> Tensor:
-    _check_head(tuple(scores.z.shape), batch, head)
+    check_head(scores.z.shape, batch, head)
     return values[batch, head]
 
 
-def _check_grid(grid: TokenGrid, route: BlockRoute) -> None:
+def check_grid(grid: TokenGrid, route: BlockRoute) -> None:
+    """Refuses a grid of another length than the queries of a route, by ValueError."""
     if grid.tokens != route.seqlens[0]:
         raise ValueError(
-            f"grid: {grid.shape} with its text has {grid.tokens} tokens, but the scores are of "
+            f"grid: {grid.shape} with its text has {grid.tokens} tokens, but q has "
             f"{route.seqlens[0]}; pass the grid that q and k were made with"
         )
 

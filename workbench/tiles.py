@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from blockattn import Box, SkipGaps, TokenGrid, checks
 from blockattn.skip import threshold_log2
-from workbench.decisions import TileState
+from workbench.decisions import TileState, check_grid, check_head
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,9 @@ def explain_tile(
     Raises:
         TypeError, ValueError: no such tile or head, or a grid of another length than the gaps.
     """
+    check_grid(grid, gaps.reachable)
+    check_head(gaps.gaps.shape, batch, head)
     block = gaps.reachable.block
-    if grid.tokens != gaps.reachable.seqlens[0]:
-        raise ValueError(
-            f"grid: {grid.shape} with its text has {grid.tokens} tokens, but the gaps are of "
-            f"{gaps.reachable.seqlens[0]}; pass the grid that q and k were made with"
-        )
     rows, columns = gaps.reachable.grid
     checks.integer("i", i, maximum=rows - 1)
     checks.integer("j", j, maximum=columns - 1)

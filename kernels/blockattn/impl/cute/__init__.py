@@ -5,7 +5,10 @@ Nothing here imports the compiler or the loader before a call on such a GPU asks
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
+
+import torch
 
 from blockattn.impl.cute import cache
 from blockattn.impl.cute.variant import DTYPES, HEAD_DIMS, variant_of
@@ -16,6 +19,8 @@ from blockattn.problem import Problem, Result
 SUMMARY = "attention for Hopper in CuTe DSL"
 BLOCK = (64, 64)
 SKIP_TILES = ((64, 64), (128, 128))
+# A tile that is kept for another row may exceed a row's maximum by the square of the threshold.
+MOST_THRESHOLD = {torch.bfloat16: 2.0**40, torch.float16: 8.0}
 MAJORS = (9,)
 ARCH = "sm_90a"
 EXTRAS = "cute or cute-latest"
@@ -81,6 +86,9 @@ def _tile_obstacles(problem: Problem) -> list[str]:
         found.append(f"skip_tile={tile}, serves {' and '.join(map(str, SKIP_TILES))}")
     elif tile != BLOCK and (problem.route is not None or problem.block_lengths is not None):
         found.append(f"skip_tile={tile} with a route or padded blocks, serves {BLOCK}")
+    most = MOST_THRESHOLD.get(problem.q.dtype, math.inf)
+    if problem.skip_threshold > most:
+        found.append(f"skip_threshold={problem.skip_threshold:g}, serves at most {most:g}")
     if problem.skip_reference != "exact":
         found.append(f"skip_reference={problem.skip_reference!r}, serves 'exact'")
     return found

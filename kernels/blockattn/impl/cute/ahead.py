@@ -16,58 +16,52 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from blockattn.impl.cute import softmax, steps, votes
+from blockattn.impl.cute import softmax, steps, summaries, votes
 from blockattn.impl.cute.items import next_entry
 from blockattn.impl.cute.shapes import ROWS, Shapes
 
 
+def new_scores(shapes: Shapes, work: Any) -> Any:
+    """Two sets of scores; the first scores of an item are multiplied into the first."""
+    shape = work.mma_qk.partition_shape_C((ROWS, shapes.columns))
+    return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+
+
 @cute.jit
-def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phases: Int32) -> Int32:
-    """Folds all entries of an item, ``tail`` tiles of summaries first, into the softmax state."""
-    one, two = (
-        cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
-        for _ in range(2)
-    )
+def walk_ahead(
+    shapes: Shapes, work: Any, at: Any, before: Any, phases: Int32, scores: Any
+) -> Int32:
+    """Folds all entries of an item into the softmax state and the accumulator, and finishes them.
+
+    Args:
+        before: the first entry, whose scores are there, in the first of ``scores``.
+    """
+    (two, one), total = scores, at.total
     first, second = work.p, cute.make_fragment_like(work.p)
     if total > 0:
-        found = None
-        if const_expr(shapes.variant.tail):
-            found = steps.new_tail(shapes)
-            steps.fetch_tail(shapes, work, at, Int32(0), found)
-        before, phases = next_entry(shapes, at, Int32(0), at.use % shapes.stages - 1, phases)
-        tile = steps.begin_keys(work, before, two)
+        tile = steps.tile_of(work, before)
+        steps.release(work, work.call.bars.k_empty + before[0])
         now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
         after, phases = next_entry(shapes, at, Int32(2), now[0], phases)
-        kept, void, tile = _first(shapes, work, at, tile, now, total > 1, found, two, second, one)
+        kept, void, tile = _first(shapes, work, at, tile, now, total > 1, two, second, one)
         left = total - 1  # entries whose probabilities are not computed yet
-        if const_expr(shapes.variant.tail):
-            for n in cutlass.range(1, tail, unroll=1):
-                following, phases = next_entry(shapes, at, n + 2, after[0], phases)
-                kept, void, tile = _step(
-                    shapes, work, at, n, tile, before, kept, void, after, n + 1 < total,
-                    found, one, first, two, second,
-                )  # fmt: skip
-                before, now, after = now, after, following
-                softmax.move(two, one)
-                softmax.move(first, second)
-            left = total - tail
         for _ in cutlass.range((left - 1) // 2, unroll=1):
             number = total - left
             following, phases = next_entry(shapes, at, number + 2, after[0], phases)
             kept, void, tile = _step(
-                shapes, work, at, number, tile, before, kept, void, after, True, None,
+                shapes, work, at, number, tile, before, kept, void, after, True,
                 one, first, two, second,
             )  # fmt: skip
             last, phases = next_entry(shapes, at, number + 3, following[0], phases)
             kept, void, tile = _step(
-                shapes, work, at, number + 1, tile, now, kept, void, following, True, None,
+                shapes, work, at, number + 1, tile, now, kept, void, following, True,
                 two, second, one, first,
             )  # fmt: skip
             before, now, after = after, following, last
             left -= 2
         if left == 2:
             kept, void, tile = _step(
-                shapes, work, at, total - 2, tile, before, kept, void, after, True, None,
+                shapes, work, at, total - 2, tile, before, kept, void, after, True,
                 one, first, two, second,
             )  # fmt: skip
             before, now = now, after
@@ -75,40 +69,45 @@ def walk_ahead(shapes: Shapes, work: Any, at: Any, total: Int32, tail: Any, phas
             softmax.move(first, second)
         if left > 0:
             kept, void, tile = _step(
-                shapes, work, at, total - 1, tile, before, kept, void, None, False, None,
+                shapes, work, at, total - 1, tile, before, kept, void, None, False,
                 one, first, two, second,
             )  # fmt: skip
-            steps.finish_values(shapes, work, now, kept, void, first)
+            _finish(shapes, work, now, kept, void, first)
         else:
-            steps.finish_values(shapes, work, before, kept, void, second)
+            _finish(shapes, work, before, kept, void, second)
     return phases
 
 
 @cute.jit
+def _finish(shapes: Shapes, work: Any, entry: Any, kept: Int32, void: Int32, p: Any):
+    """The values of the last entry of an item; what they are divided by is computed meanwhile."""
+    if kept != 0:
+        steps.multiply_values(shapes, work, entry, void, p)
+    softmax.finish(work)
+    warpgroup.wait_group(0)
+    steps.free(shapes, work, entry)
+
+
+@cute.jit
 def _first(
-    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, more: Any, found: Any,
-    scores: Any, p: Any, coming: Any,
+    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, more: Any, scores: Any, p: Any,
+    coming: Any,
 ):  # fmt: skip
     """Softmax of the first entry of an item, under the scores of the next; like :func:`_step`."""
     if more:
         steps.wait_for_keys(work, after)
     tile_after = steps.tile_of(work, after)
     steps.start_keys(work, after, coming)
-    kept, void, weights = Int32(1), Int32(0), None
-    if const_expr(found is None):
-        void = steps.mask(shapes, work, at, scores, tile)
-    else:
-        weights, void = steps.tail_weights(shapes, work, Int32(0), found)
-        softmax.keep_weighted(scores, weights)
-    own = softmax.largest(scores, nan=shapes.variant.skip is not None)
+    n, kept = Int32(0), Int32(1)
+    void, weight = _mask(shapes, work, at, n, tile, scores)
+    own = softmax.largest(scores)
     if const_expr(shapes.variant.skip is not None):
-        kept = _vote(shapes, work, at, own, Int32(0), tile, found)
+        kept = _vote(shapes, work, at, own, n, tile)
     if kept != 0:
         softmax.rise(work.m, own)
-        softmax.fold(shapes, work, scores, p, weights)
+        softmax.fold(shapes, work, scores, p, weight)
+        _weigh(shapes, work, n, scores, weight)
     warpgroup.wait_group(0)
-    if const_expr(found is not None):
-        steps.fetch_tail(shapes, work, at, Int32(1), found)
     if more:
         steps.release(work, work.call.bars.k_empty + after[0])
     return kept, void, tile_after
@@ -117,7 +116,7 @@ def _first(
 @cute.jit
 def _step(
     shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, before: Any, kept: Int32,
-    void: Int32, after: Any, more: Any, found: Any, scores: Any, p: Any, coming: Any, pending: Any,
+    void: Int32, after: Any, more: Any, scores: Any, p: Any, coming: Any, pending: Any,
 ):  # fmt: skip
     """Softmax of an entry, under the scores of the next and the values of the one before.
 
@@ -126,7 +125,6 @@ def _step(
         before: the entry before; kept: there are probabilities of it, in ``pending``; void: this
             thread's row of its values is padding.
         after: the next entry, or None; more: whether there really is one.
-        found: what ``fetch_tail`` read where the entry is a tile of summaries, else None.
         scores, p: of the entry; coming: scores of ``after``.
 
     Returns:
@@ -141,23 +139,19 @@ def _step(
             steps.wait_for_keys(work, after)
         tile_after = steps.tile_of(work, after)
         steps.start_keys(work, after, coming)
-    kept, raised, weights, shrink = Int32(1), Int32(0), None, softmax.per_row()
-    if const_expr(found is None):
-        void = steps.mask(shapes, work, at, scores, tile)
-    else:
-        weights, void = steps.tail_weights(shapes, work, n, found)
-        softmax.keep_weighted(scores, weights)
+    kept, raised, shrink = Int32(1), Int32(0), softmax.per_row()
+    void, weight = _mask(shapes, work, at, n, tile, scores)
     if const_expr(shapes.variant.skip is None):
-        raised = softmax.fold_unseen(shapes, work, scores, p, weights, shrink)
+        raised = softmax.fold_unseen(shapes, work, scores, p, weight, shrink)
+        _weigh(shapes, work, n, scores, weight)
     else:
-        own = softmax.largest(scores, nan=True)
-        kept = _vote(shapes, work, at, own, n, tile, found)
+        own = softmax.largest(scores)
+        kept = _vote(shapes, work, at, own, n, tile)
         if kept != 0:
-            raised = softmax.follow(work, shrink)
-            softmax.fold(shapes, work, scores, p, weights)
+            raised = softmax.follow(work, work.peak, shrink)
+            softmax.fold(shapes, work, scores, p, weight)
+            _weigh(shapes, work, n, scores, weight)
     warpgroup.wait_group(0)
-    if const_expr(found is not None):  # on its way while the products of the next step begin
-        steps.fetch_tail(shapes, work, at, n + 1, found)
     if raised != 0:
         softmax.rescale(work.acc, shrink)
     steps.free(shapes, work, before)
@@ -168,11 +162,38 @@ def _step(
 
 
 @cute.jit
-def _vote(shapes: Shapes, work: Any, at: Any, own: Any, n: Int32, tile: Int32, found: Any) -> Int32:
-    """Whether a tile is kept; one of summaries always is."""
-    kept = Int32(1)
-    if const_expr(found is None):
-        kept = votes.keep(shapes, work, at, own, tile, at.use + n + 1)
+def _mask(shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, scores: Any):
+    """Hides what a query must not see.
+
+    Returns:
+        Whether the thread's row of values is padding; how often the sums count, or None for once.
+    """
+    if const_expr(not shapes.variant.tail):
+        return steps.mask(shapes, work, at, scores, tile), None
+    void, weight = Int32(0), Float32(1.0)
+    if n < at.tail:
+        void, weight = summaries.hide(shapes, work, at, n, scores)
     else:
+        void = steps.mask(shapes, work, at, scores, tile)
+    return void, weight
+
+
+@cute.jit
+def _weigh(shapes: Shapes, work: Any, n: Int32, scores: Any, weight: Any):
+    """Sums that :func:`softmax.fold` left out."""
+    if const_expr(shapes.variant.tail):
+        if weight == 0.0:
+            summaries.weigh(shapes, work, n, scores)
+
+
+@cute.jit
+def _vote(shapes: Shapes, work: Any, at: Any, own: Any, n: Int32, tile: Int32) -> Int32:
+    """Whether a tile is kept; one of summaries always is."""
+    if const_expr(not shapes.variant.tail):
+        return votes.decide(shapes, work, at, own, tile)
+    kept = Int32(1)
+    if n < at.tail:
         softmax.rise(work.peak, own)
+    else:
+        kept = votes.decide(shapes, work, at, own, tile)
     return kept

@@ -10,12 +10,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from blockattn.impl.cute import softmax, wgmma
-from blockattn.impl.cute.ahead import walk_ahead
-from blockattn.impl.cute.items import tail_tiles
+from blockattn.impl.cute import softmax, summaries, wgmma
+from blockattn.impl.cute.ahead import new_scores, walk_ahead
+from blockattn.impl.cute.items import next_entry, tail_tiles
 from blockattn.impl.cute.producer import announced, tile_ways
 from blockattn.impl.cute.shapes import GROUP, GROUPS, ROWS, WARP, Shapes
-from blockattn.impl.cute.steps import release
+from blockattn.impl.cute.steps import release, start_keys, wait_for_keys
+from blockattn.impl.cute.voting import walk_voting
 from blockattn.impl.cute.walk import pass_turn, walk
 
 OUTPUT_BARRIER = 1  # and one more for the second group
@@ -27,44 +28,116 @@ def consume(
     unit: Float32, final: Float32,
 ):  # fmt: skip
     """The 64 query rows of a group of every item in turn."""
-    bars = call.bars
-    work = _new_work(shapes, call, s_q, s_k, s_v, unit)
-    g = work.g
-    use, q_phase, phases, taken = Int32(0), Int32(0), Int32(0), Int32(0)
-    tail = tail_tiles(shapes, call)
-    if const_expr(not shapes.ahead):
-        if g == 1:
-            pass_turn(work)  # the first group begins
-    is_item, place, counts = announced(call, work.lane, taken)
-    while is_item != 0:
-        pair, head, batch = place
-        both, first, second = counts
-        total = tail + both + (first if g == 0 else second)
-        at = SimpleNamespace(
-            head=head, batch=batch, row=(pair * GROUPS + g) * ROWS, group=g,
-            use=use, both=tail + both, fewer=cutlass.min(first, second), total=total,
-        )  # fmt: skip
-        softmax.clear(work.m, work.l, work.acc)
-        if const_expr(shapes.variant.skip is not None):
-            work.peak.fill(-Float32.inf)
-        cute.arch.mbarrier_wait(bars.q_full + g, q_phase)
-        if const_expr(shapes.ahead):
-            _read_query(shapes, work, s_q)
-            release(work, bars.q_empty + g)
-            phases = walk_ahead(shapes, work, at, total, tail, phases)
-        else:
-            phases = walk(shapes, work, at, total, phases)
-            release(work, bars.q_empty + g)
-        _write(shapes, work, at, s_out, store_o, out, final)
-        use += tail + both + first + second
-        q_phase ^= 1
-        taken += 1
-        is_item, place, counts = announced(call, work.lane, taken)
+    work = _new_work(shapes, call, s_q, s_k, s_v, unit, final)
+    target = SimpleNamespace(shared=s_out, store=store_o, out=out)
+    if const_expr(shapes.ahead):
+        _consume_ahead(shapes, work, s_q, target)
+    else:
+        _consume(shapes, work, target)
     if work.thread < WARP:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-def _new_work(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Float32) -> Any:
+@cute.jit
+def _consume(shapes: Shapes, work: Any, target: Any):
+    """One item after the other; the output lies where Q was."""
+    call, g = work.call, work.g
+    use, q_phase, phases, taken = Int32(0), Int32(0), Int32(0), Int32(0)
+    work.votes[0] = Int32(0)
+    votes = shapes.variant.skip is not None
+    if const_expr(not votes):
+        if g == 1:
+            pass_turn(work)  # the first group begins
+    is_item, place, counts = announced(call, work.lane, taken)
+    while is_item != 0:
+        at = _rows(shapes, work, place, counts, use)
+        softmax.clear(work)
+        cute.arch.mbarrier_wait(call.bars.q_full + g, q_phase)
+        if const_expr(votes):
+            phases = walk_voting(shapes, work, at, at.total, phases)
+        else:
+            phases = walk(shapes, work, at, at.total, phases)
+        softmax.finish(work)
+        _write(shapes, work, at, target)
+        if work.thread < WARP:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        release(work, call.bars.q_empty + g)
+        use = at.use_after
+        q_phase ^= 1
+        taken += 1
+        is_item, place, counts = announced(call, work.lane, taken)
+
+
+@cute.jit
+def _consume_ahead(shapes: Shapes, work: Any, s_q: Any, target: Any):
+    """The first scores of an item are multiplied while the item before is written."""
+    call = work.call
+    use, phases, taken = Int32(0), Int32(0), Int32(0)
+    scores = new_scores(shapes, work)
+    is_item, place, counts = announced(call, work.lane, taken)
+    at = _rows(shapes, work, place, counts, use)
+    entry, phases = _begin(shapes, work, s_q, at, is_item, taken, phases, scores[0])
+    warpgroup.wait_group(0)
+    while is_item != 0:
+        at = _rows(shapes, work, place, counts, use)
+        softmax.clear(work)
+        phases = walk_ahead(shapes, work, at, entry, phases, scores)
+        # From here on the group holds no stage: what it waits for may need every one of them.
+        use = at.use_after
+        taken += 1
+        is_item, place, counts = announced(call, work.lane, taken)
+        after = _rows(shapes, work, place, counts, use)
+        entry, phases = _begin(shapes, work, s_q, after, is_item, taken, phases, scores[0])
+        _write(shapes, work, at, target)
+        warpgroup.wait_group(0)
+        softmax.move(scores[0], scores[0])
+
+
+def _rows(shapes: Shapes, work: Any, place: Any, counts: Any, use: Int32) -> Any:
+    """The query rows of the group of an item, and its entries: the first is use number ``use``."""
+    (pair, head, batch), (both, first, second) = place, counts
+    tail = tail_tiles(shapes, work.call)
+    return SimpleNamespace(
+        head=head, batch=batch, row=(pair * GROUPS + work.g) * ROWS, group=work.g, tail=tail,
+        use=use, use_after=use + tail + both + first + second, both=tail + both,
+        fewer=cutlass.min(first, second), total=tail + both + _own(work.g, first, second),
+    )  # fmt: skip
+
+
+@cute.jit
+def _own(g: Int32, first: Int32, second: Int32) -> Int32:
+    return first if g == 0 else second
+
+
+@cute.jit
+def _begin(
+    shapes: Shapes, work: Any, s_q: Any, at: Any, is_item: Int32, taken: Int32, phases: Int32,
+    scores: Any,
+):  # fmt: skip
+    """Reads Q of item number ``taken`` and starts its first scores, if there is such an item.
+
+    The product is started in any case: ptxas would serialise one under a condition.
+
+    Returns:
+        The first entry; the phases after it.
+    """
+    if const_expr(shapes.variant.tail):
+        summaries.begin(work, at)
+    if is_item != 0:
+        cute.arch.mbarrier_wait(work.call.bars.q_full + work.g, taken & 1)
+    _read_query(shapes, work, s_q)
+    entry, phases = next_entry(shapes, at, Int32(0), at.use % shapes.stages - 1, phases)
+    if is_item != 0:
+        release(work, work.call.bars.q_empty + work.g)
+        if at.total > 0:
+            wait_for_keys(work, entry)
+    start_keys(work, entry, scores)
+    return entry, phases
+
+
+def _new_work(
+    shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Float32, final: Float32
+) -> Any:
     """What a thread works with: operands, accumulator, softmax state."""
     thread = cute.arch.thread_idx()[0] - GROUP
     g = cute.arch.make_warp_uniform(thread // GROUP)
@@ -81,12 +154,18 @@ def _new_work(shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Flo
     p = pv.make_fragment_A(pv.partition_shape_A((ROWS, columns)))
     v = pv.make_fragment_B(pv.partition_B(wgmma.reordered(s_v, 1, 0, 2)))
     acc = cute.make_rmem_tensor(pv.partition_shape_C((ROWS, dim)), Float32)
+    lane, whole, limit = cute.arch.lane_idx(), 0, None
+    if shapes.variant.tail:
+        whole = summaries.whole_tiles(shapes, call, lane)
+    if shapes.variant.skip is not None:
+        limit = softmax.pinned(call.limit / unit)  # in units of scores
     return SimpleNamespace(
-        call=call, g=g, thread=thread, lane=cute.arch.lane_idx(), unit=softmax.pinned(unit),
-        ragged=_ragged_tile(call.keys, columns),
+        call=call, g=g, thread=thread, lane=lane, unit=softmax.pinned(unit), final=final,
+        ragged=_ragged_tile(call.keys, columns), whole=whole, bits=cute.make_rmem_tensor(2, Int32),
+        limit=limit, votes=cute.make_rmem_tensor(1, Int32),
         mma_qk=mma_qk, mma_pv=mma_pv, thr_qk=mma_qk.get_slice(thread),
         q=q, k=k, v=v, s_v=s_v, p=p, acc=acc,
-        m=softmax.per_row(), l=softmax.per_row(), peak=softmax.per_row(),
+        **{name: softmax.per_row() for name in ("m", "l", "peak", "factor", "lse")},
     )  # fmt: skip
 
 
@@ -106,11 +185,10 @@ def _read_query(shapes: Shapes, work: Any, s_q: Any):
 
 
 @cute.jit
-def _write(shapes: Shapes, work: Any, at: Any, s_out: Any, store_o: Any, out: Any, final: Float32):
+def _write(shapes: Shapes, work: Any, at: Any, target: Any):
     """Output and LSE of an item."""
     call, g = work.call, work.g
-    factor, lse = softmax.finish(work.m, work.l, work.unit, final)
-    softmax.rescale(work.acc, factor)
+    softmax.rescale(work.acc, work.factor)
     rounded = cute.make_fragment_like(work.acc, shapes.element)
     rounded.store(work.acc.load().to(shapes.element))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), shapes.element)
@@ -119,16 +197,17 @@ def _write(shapes: Shapes, work: Any, at: Any, s_out: Any, store_o: Any, out: An
     if work.thread < WARP:  # the store before this one has read the shared tile
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.barrier(barrier_id=OUTPUT_BARRIER + g, number_of_threads=GROUP)
-    cute.copy(tiled, own.retile(rounded), own.partition_D(s_out[None, None, g]))
+    cute.copy(tiled, own.retile(rounded), own.partition_D(target.shared[None, None, g]))
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=OUTPUT_BARRIER + g, number_of_threads=GROUP)
     if work.thread < WARP:
-        to, source = tile_ways(shapes, store_o, out, s_out, ROWS, at.head, at.batch)
-        cute.copy(store_o, source[None, g], to[None, at.row // ROWS])
+        store, shared = target.store, target.shared
+        to, source = tile_ways(shapes, store, target.out, shared, ROWS, at.head, at.batch)
+        cute.copy(store, source[None, g], to[None, at.row // ROWS])
         cute.arch.cp_async_bulk_commit_group()
     if const_expr(shapes.variant.lse):
         places, lse_rows = softmax.coordinates(work.thr_qk, shapes.columns), call.lse
         for r in cutlass.range_constexpr(2):
             t = at.row + places[r, 0][0]
             if places[r, 0][1] == 0 and t < call.queries:
-                lse_rows[at.batch, at.head, t] = lse[r]
+                lse_rows[at.batch, at.head, t] = work.lse[r]

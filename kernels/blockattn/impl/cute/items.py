@@ -74,6 +74,12 @@ def next_entry(shapes: Shapes, at: Any, n: Int32, stage: Int32, phases: Int32):
         each kind of entry has its own barrier in a stage, and the group keeps the phase of those
         that it waits for. An entry past the last one leaves the phases alone.
     """
+    if const_expr(not shapes.ahead):  # every entry is one of both groups
+        stage = stage + 1 if stage + 1 < shapes.stages else Int32(0)
+        phase = phases >> stage & 1
+        if n < at.total:
+            phases = phases ^ (1 << stage)
+        return (stage, stage * KINDS, phase), phases
     alone = Int32(1) if n >= at.both else Int32(0)
     alternating = n - at.both - 1 + at.group
     stage += 1

@@ -21,15 +21,10 @@ MOST_STAGES = 8
 READERS = GROUPS * GROUP // WARP  # warps that release a stage
 SLOTS = 4  # items that the producer may have announced ahead
 WORDS = 8  # of an announcement: is it an item, pair, head, batch, its three counts; and one unused
-VOTE_BARRIER = 8  # the first of the named barriers of votes
-VOTES = 8  # of them: for each group, tile of an entry and parity of the entry
 KINDS = 4  # of entries: of both groups, of the first, of the second; and one unused
-# Arrivals that end a phase of a barrier: the fetching thread, or every warp that reads.
-ARRIVALS = {
-    "q_full": 1, "q_empty": READERS // GROUPS,
-    "k_full": 1, "k_empty": READERS, "v_full": 1, "v_empty": READERS,
-    "item_full": 1, "item_empty": READERS + 1,  # and the warp that fetches V
-}  # fmt: skip
+BARRIERS = (
+    "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "item_full", "item_empty", "vote"
+)  # fmt: skip
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
@@ -56,9 +51,9 @@ class Shapes:
         """The shapes as measured to be best on an H200."""
         by_blocks = variant.routed or variant.lengths
         columns = BLOCK if by_blocks else 2 * BLOCK
-        fixed = 2 * GROUPS * ROWS * variant.dim * 2 + 1024
+        rows = GROUPS * ROWS * variant.dim * 2  # bytes of Q, and of the output
         ring = 2 * columns * variant.dim * 2
-        stages = min(MOST_STAGES, (SHARED - fixed) // ring)
+        stages = min(MOST_STAGES, (SHARED - rows * (2 if by_blocks else 1) - 1024) // ring)
         return cls(variant, columns, by_blocks, stages)
 
     @property
@@ -79,9 +74,18 @@ class Shapes:
         """K, and V: (columns, D, stage)."""
         return wgmma.shared_layout(self.element, self.columns, self.variant.dim, self.stages)
 
+    def arrivals(self, name: str) -> int:
+        """Arrivals that end a phase of a barrier: the fetching thread, or every warp that reads."""
+        if name.endswith("full"):
+            return 1
+        if name == "item_empty":
+            return READERS + 1  # and the warp that fetches V
+        alone = name == "q_empty" or (name == "vote" and self.variant.skip == BLOCK)
+        return READERS // GROUPS if alone else READERS
+
     def barriers(self, name: str) -> int:
         """How many of the barriers ``name`` there are."""
-        if name.startswith("q"):
+        if name.startswith(("q", "vote")):
             return GROUPS
         if name.startswith("item"):
             return SLOTS
@@ -98,10 +102,10 @@ class Shapes:
         query, keys = tiles(self.query_layout()), tiles(self.key_layout())
         # A class statement would give the fields' types as text, which cute.struct does not read.
         fields = {
-            **{name: words[cutlass.Int64, self.barriers(name)] for name in ARRIVALS},
+            **{name: words[cutlass.Int64, self.barriers(name)] for name in BARRIERS},
             "entry": words[cutlass.Int32, self.stages],
-            "notes": words[cutlass.Int32, VOTES],
+            "notes": cute.struct.Align[words[cutlass.Int8, 2 * READERS], 4],
             "item": words[cutlass.Int32, SLOTS * WORDS],
-            "q": query, "out": query, "k": keys, "v": keys,
+            "q": query, "k": keys, "v": keys, **({"out": query} if self.ahead else {}),
         }  # fmt: skip
         return cute.struct(type("Storage", (), {"__annotations__": fields}))

@@ -6,17 +6,20 @@ V, and two that compute, each 64 query rows of the pair (two query blocks of a r
   Tiles     K and V of COLUMNS keys: 64 for routes and padded blocks, else 128. Q of 64 rows a
             group.
   Shared    rings of STAGES tiles of K and of V, Q and output of both groups: 224 kB at D = 128 with
-            5 stages of 64 keys, 192 kB with 2 of 128.
+            5 stages of 64 keys; with 3 of 128 the output lies where Q was.
   Registers 24 for the fetching group, 240 for the others: 64 accumulate the output (D = 128); two
             sets of 32, or one of 64, hold scores, as many bits of two sets probabilities; 32 hold Q
-            where it is an operand from registers.
+            where it is an operand from registers. With votes on tiles of 128 keys there are two
+            sets of 64, and probabilities take the place of their scores.
   Sharing   Both groups walk one ring. A pair's entries come in the order: summaries of the tail,
             key blocks of both query blocks, then those of one alone in turn. From the three counts
             a group knows the stage of its next entry and looks at no other; the producer releases
             an entry of one group on behalf of the other.
-  Overlap   Products run under the softmax of the same group (``walk``, ``ahead``); the other group
-            fills what is left. What limits a group is its chain of instructions, so that one looks
-            at no maxima where nothing votes (``softmax``) and computes places of entries early.
+  Overlap   Products run under the softmax of the same group (``walk``, ``voting``, ``ahead``), the
+            first scores of an item by blocks while the one before is written; the other group fills
+            what is left. What limits a group is its chain of instructions, so that one looks at no
+            maxima where nothing votes (``softmax``), computes places of entries early (``ahead``)
+            and reads a verdict late (``voting``).
 Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to release):
   item_full[n]    groups and the warp that fetches V for the item that the other begins;
                   item_empty[n] the other way
@@ -25,8 +28,10 @@ Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to
                   second, because a group cannot tell phases in which it has no part
   k_empty[s]      producer until both groups have multiplied
   v_full[s][kind], v_empty[s] likewise for V
+  vote[g]         warps of g for all notes on an entry; vote[0] those of both groups, where they
+                  decide together
 Named barriers 1 and 2: a group around its output tile, which leaves by TMA; 3 and 4: whose turn it
-is to multiply; 5 and 6: padding of V blanked; 8 to 15: votes.
+is to multiply; 5 and 6: padding of V blanked; 8 and 9: a vote within a route.
 The reference of a row is kept in raw units (q . k); the scale enters inside exp2 only.
 """
 
@@ -43,7 +48,7 @@ from cutlass.cute.nvgpu import cpasync
 from blockattn.impl.cute import wgmma
 from blockattn.impl.cute.consumer import consume
 from blockattn.impl.cute.producer import produce_keys, produce_values
-from blockattn.impl.cute.shapes import ARRIVALS, GROUP, GROUPS, ROWS, SLOTS, VOTES, WORDS, Shapes
+from blockattn.impl.cute.shapes import BARRIERS, GROUP, GROUPS, READERS, ROWS, SLOTS, WORDS, Shapes
 from blockattn.impl.cute.variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -153,19 +158,19 @@ class Attention:
                     cpasync.prefetch_descriptor(atom)
         storage = cutlass.utils.SmemAllocator().allocate(shapes.storage())
         # Made outside every branch, as both branches use them.
-        bars = SimpleNamespace(**{name: getattr(storage, name).data_ptr() for name in ARRIVALS})
-        s_q, s_out = (_shared(x, shapes.query_layout()) for x in (storage.q, storage.out))
+        bars = SimpleNamespace(**{name: getattr(storage, name).data_ptr() for name in BARRIERS})
+        s_q = s_out = _shared(storage.q, shapes.query_layout())
+        if const_expr(shapes.ahead):
+            s_out = _shared(storage.out, shapes.query_layout())
         s_k, s_v = (_shared(x, shapes.key_layout()) for x in (storage.k, storage.v))
         call = SimpleNamespace(
             bars=bars, entry=storage.entry.get_tensor(cute.make_layout(shapes.stages)),
             item=storage.item.get_tensor(cute.make_layout((WORDS, SLOTS))), counter=counter,
             pair_index=pair_index, pair_count=pair_count, words=words, lse=lse,
-            notes=storage.notes.get_tensor(cute.make_layout(VOTES)),
+            notes=storage.notes.get_tensor(cute.make_layout(2 * READERS)),
             tail_lengths=tail_lengths, block_lengths=block_lengths, dropped=dropped, limit=limit,
             queries=queries, keys=keys, pairs=pairs, items=items, heads=heads, group=group,
         )  # fmt: skip
-        if cute.arch.thread_idx()[0] < VOTES:
-            call.notes[cute.arch.thread_idx()[0]] = Int32(0)
         _init_barriers(shapes, bars, warp)
         if warp < GROUP // cute.arch.WARP_SIZE:
             cute.arch.setmaxregister_decrease(24)
@@ -184,9 +189,9 @@ class Attention:
 def _init_barriers(shapes: Shapes, bars: Any, warp: Int32):
     if warp == 0:
         with cute.arch.elect_one():
-            for name, arrivals in ARRIVALS.items():
+            for name in BARRIERS:
                 for i in cutlass.range_constexpr(shapes.barriers(name)):
-                    cute.arch.mbarrier_init(getattr(bars, name) + i, arrivals)
+                    cute.arch.mbarrier_init(getattr(bars, name) + i, shapes.arrivals(name))
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 

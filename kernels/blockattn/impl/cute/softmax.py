@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -36,11 +36,12 @@ def per_row() -> Any:
     return cute.make_rmem_tensor(2, Float32)
 
 
-def clear(m: Any, l: Any, acc: Any) -> None:
-    """The state of rows that have seen no key."""
-    m.fill(-Float32.inf)
-    l.fill(0.0)
-    acc.fill(0.0)
+def clear(work: Any) -> None:
+    """The state of rows that have seen no key, and the result if it stays so."""
+    for x in (work.m, work.peak, work.lse):
+        x.fill(-Float32.inf)
+    for x in (work.l, work.acc, work.factor):
+        x.fill(0.0)
 
 
 def coordinates(thr_mma: Any, columns: int) -> Any:
@@ -72,45 +73,47 @@ def keep_past(scores: Any, thr_mma: Any, shift: Int32):
             s[r, j] = cutlass.select_(at[0, j][1] <= last, s[r, j], -Float32.inf)
 
 
-def weight_of(weights: Any, j: int) -> Int32:
-    """The weight of a thread's column ``j``: a byte."""
-    return weights[j // 4] >> j % 4 * 8 & 255
-
-
 @cute.jit
-def keep_weighted(scores: Any, weights: Any):
-    """Scores of columns with weight zero become -inf."""
-    s = rows_of(scores)
-    for j in cutlass.range_constexpr(cute.size(s, mode=[1])):
-        inside = weight_of(weights, j) > 0
-        for r in cutlass.range_constexpr(2):
-            s[r, j] = cutlass.select_(inside, s[r, j], -Float32.inf)
+def largest(scores: Any) -> Any:
+    """Largest score of each row; not a number where one of them is not.
 
-
-@cute.jit
-def largest(scores: Any, nan: cutlass.Constexpr[bool] = False) -> Any:
-    """Largest score of each row; with ``nan``, not a number where one of them is not."""
-    s, found = rows_of(scores), per_row()
+    Compared as integers, of which Hopper takes three at once. Bits have the order of the numbers
+    while the largest is positive; of negative numbers the lowest bits are wanted. NaN as a product
+    gives it has the highest.
+    """
+    bits, found = rows_of(cute.recast_tensor(scores, Int32)), per_row()
+    top = cute.recast_tensor(found, Int32)
     for r in cutlass.range_constexpr(2):
-        top = [s[r, 0], s[r, 1]]
-        for j in cutlass.range_constexpr(2, cute.size(s, mode=[1])):
-            top[j % 2] = cute.arch.fmax(top[j % 2], s[r, j], nan=nan)
-        found[r] = cute.arch.fmax(top[0], top[1], nan=nan)
-        for offset in (SHARERS // 2, SHARERS // 4):
-            other = cute.arch.shuffle_sync_bfly(found[r], offset=offset)
-            found[r] = cute.arch.fmax(found[r], other, nan=nan)
+        top[r] = _extreme(bits[r, None], cutlass.max)
+    if cute.arch.vote_any_sync(cutlass.min(top[0], top[1]) < 0):
+        for r in cutlass.range_constexpr(2):
+            lowest = _extreme(bits[r, None], cutlass.min)
+            top[r] = lowest if top[r] < 0 else top[r]
     return found
 
 
+def _extreme(row: Any, choose: Any) -> Int32:
+    """The largest or smallest integer of a row, which four threads share."""
+    found = [row[0], row[1]]
+    for j in range(2, cute.size(row)):
+        found[j % 2] = choose(found[j % 2], row[j])
+    total = choose(found[0], found[1])
+    for offset in (SHARERS // 2, SHARERS // 4):
+        total = choose(total, cute.arch.shuffle_sync_bfly(total, offset=offset))
+    return total
+
+
+def higher(peak: Float32, own: Float32) -> Float32:
+    """The larger of both, or the one that is a number."""
+    return cute.arch.fmax(peak, own)
+
+
 @cute.jit
-def _sum(row: Any, weights: Any) -> Float32:
-    """A thread's share of the sum of a row, each element times its weight."""
+def _sum(row: Any) -> Float32:
+    """A thread's share of the sum of a row."""
     total = [Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(row)):
-        if const_expr(weights is None):
-            total[j % 2] = total[j % 2] + row[j]
-        else:
-            total[j % 2] = total[j % 2] + row[j] * Float32(weight_of(weights, j))
+        total[j % 2] = total[j % 2] + row[j]
     return total[0] + total[1]
 
 
@@ -118,35 +121,35 @@ def _sum(row: Any, weights: Any) -> Float32:
 def rise(peak: Any, own: Any):
     """A running maximum takes in the largest scores of a tile."""
     for r in cutlass.range_constexpr(2):
-        peak[r] = cute.arch.fmax(peak[r], own[r])
+        peak[r] = higher(peak[r], own[r])
 
 
 @cute.jit
-def fold(shapes: Any, work: Any, scores: Any, p: Any, weights: Any):
-    """Scores become probabilities p relative to m, and enter the sums l."""
+def fold(shapes: Any, work: Any, scores: Any, p: Any, weight: Any):
+    """Scores become probabilities p relative to m, and enter the sums l, ``weight`` times."""
     share = per_row()
-    _exponentiate(shapes, work, scores, p, weights, share)
-    _add(work.l, share)
+    _exponentiate(shapes, work, scores, p, share)
+    _add(work.l, share, weight)
 
 
 @cute.jit
-def follow(work: Any, shrink: Any) -> Int32:
-    """Raises the reference m of a warp's rows once one of them is outgrown by its maximum.
+def follow(work: Any, peak: Any, shrink: Any) -> Int32:
+    """Raises the reference m of a warp's rows once one is outgrown by its maximum ``peak``.
 
     Returns:
         1 if so: what was accumulated before must then be multiplied with ``shrink``.
     """
     outgrown, raised = False, Int32(0)
     for r in cutlass.range_constexpr(2):
-        outgrown = outgrown or (work.peak[r] - work.m[r]) * work.unit > LAG
+        outgrown = outgrown or (peak[r] - work.m[r]) * work.unit > LAG
     if cute.arch.vote_any_sync(outgrown):
         raised = Int32(1)
-        _raise(work, work.peak, shrink)
+        _raise(work, peak, shrink)
     return raised
 
 
 @cute.jit
-def fold_unseen(shapes: Any, work: Any, scores: Any, p: Any, weights: Any, shrink: Any) -> Int32:
+def fold_unseen(shapes: Any, work: Any, scores: Any, p: Any, weight: Any, shrink: Any) -> Int32:
     """:func:`fold` where no maxima are known: the sums tell whether a row outgrew its reference.
 
     A thread's sum bounds each of its probabilities. Before a row's first key the reference is -inf,
@@ -156,19 +159,19 @@ def fold_unseen(shapes: Any, work: Any, scores: Any, p: Any, weights: Any, shrin
         As :func:`follow`.
     """
     share, raised = per_row(), Int32(0)
-    _exponentiate(shapes, work, scores, p, weights, share, guard=False)
+    _exponentiate(shapes, work, scores, p, share, guard=False)
     if cute.arch.vote_any_sync(not (share[0] + share[1] <= 2.0 ** LAGS[shapes.variant.dtype])):
         raised = Int32(1)
         move(scores, scores)  # or the compiler shares products with what was computed above
         _raise(work, largest(scores), shrink)
-        _exponentiate(shapes, work, scores, p, weights, share)
-    _add(work.l, share)
+        _exponentiate(shapes, work, scores, p, share)
+    _add(work.l, share, weight)
     return raised
 
 
-def _add(l: Any, share: Any) -> None:
+def _add(l: Any, share: Any, weight: Any) -> None:
     for r in range(2):
-        l[r] = l[r] + share[r]
+        l[r] = l[r] + (share[r] if weight is None else share[r] * weight)
 
 
 @cute.jit
@@ -178,15 +181,15 @@ def _raise(work: Any, own: Any, shrink: Any):
     A warp does so for itself, and must not wait for products here: all warps of the group have to.
     """
     for r in cutlass.range_constexpr(2):
-        top = cute.arch.fmax(work.m[r], own[r])
-        shrink[r] = cute.math.exp2((work.m[r] - _finite(top)) * work.unit, fastmath=True)
+        top = higher(work.m[r], own[r])
+        shrink[r] = cute.math.exp2((work.m[r] - finite(top)) * work.unit, fastmath=True)
         work.l[r] = work.l[r] * shrink[r]
         work.m[r] = top
 
 
 @cute.jit
 def _exponentiate(
-    shapes: Any, work: Any, scores: Any, p: Any, weights: Any, share: Any,
+    shapes: Any, work: Any, scores: Any, p: Any, share: Any,
     guard: cutlass.Constexpr[bool] = True,
 ):  # fmt: skip
     """Probabilities relative to m, rounded into the operand p, and a thread's share of their sums.
@@ -196,9 +199,9 @@ def _exponentiate(
     exact = cute.make_fragment_like(scores)
     s, e = rows_of(scores), rows_of(exact)
     for r in cutlass.range_constexpr(2):
-        shift = (_finite(work.m[r]) if const_expr(guard) else work.m[r]) * work.unit
+        shift = (finite(work.m[r]) if const_expr(guard) else work.m[r]) * work.unit
         e[r, None].store(cute.math.exp2(s[r, None].load() * work.unit - shift, fastmath=True))
-        share[r] = _sum(e[r, None], weights)
+        share[r] = _sum(e[r, None])
     _round(shapes, exact, p)
 
 
@@ -211,7 +214,7 @@ def _round(shapes: Any, exact: Any, p: Any):
 
 
 @cute.jit
-def _finite(x: Float32) -> Float32:
+def finite(x: Float32) -> Float32:
     """x, or 0 for the -inf of a row without any key so far: -inf - -inf is not a number."""
     return Float32(0.0) if x == -Float32.inf else x
 
@@ -225,16 +228,16 @@ def rescale(acc: Any, factor: Any):
 
 
 @cute.jit
-def finish(m: Any, l: Any, unit: Float32, scale_output: Float32) -> tuple[Any, Any]:
-    """(factor of the accumulator, LSE) of the two rows; a row without keys gives 0 and -inf."""
-    factor, lse = per_row(), per_row()
+def finish(work: Any):
+    """Factor of the accumulator, and LSE, of the two rows; a row without keys gives 0 and -inf."""
     for r in cutlass.range_constexpr(2):
-        total = l[r] + cute.arch.shuffle_sync_bfly(l[r], offset=1)
+        total = work.l[r] + cute.arch.shuffle_sync_bfly(work.l[r], offset=1)
         total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
         empty = total == 0.0
-        factor[r] = scale_output / (1.0 if empty else total)
-        lse[r] = -Float32.inf if empty else (m[r] * unit + cute.math.log2(total)) * LN_2
-    return factor, lse
+        # At this very point: it would be computed behind the wait for the last product.
+        work.factor[r] = pinned(work.final / (1.0 if empty else total))
+        lse = (work.m[r] * work.unit + cute.math.log2(total)) * LN_2
+        work.lse[r] = -Float32.inf if empty else lse
 
 
 @cute.jit
@@ -261,6 +264,19 @@ def pinned(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 def fresh(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """x as if it were new: what follows from it is computed again instead of kept in registers."""
     return Int32(_in_place(T.i32(), "mov.b32 $0, $1;", "=r,r", Int32(x).ir_value(loc=loc, ip=ip)))
+
+
+@dsl_user_op
+def any_of_group(x: Boolean, barrier: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """1 where x is true in a thread of the warp group; its threads wait for each other."""
+    text = """{
+        .reg .pred p, q;
+        setp.ne.u32 p, $1, 0;
+        barrier.cta.red.or.pred q, $2, 128, p;
+        selp.u32 $0, 1, 0, q;
+    }"""
+    values = [Int32(x).ir_value(loc=loc, ip=ip), Int32(barrier).ir_value(loc=loc, ip=ip)]
+    return Int32(_in_place(T.i32(), text, "=r,r,r", *values))
 
 
 @dsl_user_op

@@ -7,10 +7,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
 
 from blockattn.impl.cute import softmax, wgmma
-from blockattn.impl.cute.shapes import BLOCK, GROUP, Shapes
+from blockattn.impl.cute.shapes import GROUP, Shapes
 
 VALUES_BARRIER = 5  # and one more for the second group
 
@@ -47,17 +46,6 @@ def start_keys(work: Any, entry: Any, scores: Any) -> None:
 
 
 @cute.jit
-def begin_keys(work: Any, entry: Any, scores: Any) -> Int32:
-    """The scores of an entry, at once; gives its key tile."""
-    wait_for_keys(work, entry)
-    tile = tile_of(work, entry)
-    start_keys(work, entry, scores)
-    warpgroup.wait_group(0)
-    release(work, work.call.bars.k_empty + entry[0])
-    return tile
-
-
-@cute.jit
 def multiply_values(shapes: Shapes, work: Any, entry: Any, void: Int32, p: Any):
     """Starts the accumulation of P V of an entry."""
     wait_for_values(work, entry)
@@ -71,15 +59,6 @@ def accumulate(work: Any, entry: Any, p: Any, first: int, last: int) -> None:
     depths = range(first // wgmma.DEPTH, last // wgmma.DEPTH)
     operands = ((p[None, None, i], work.v[None, None, i, entry[0]]) for i in depths)
     wgmma.start(work.mma_pv, work.acc, operands, add=True)
-
-
-@cute.jit
-def finish_values(shapes: Shapes, work: Any, entry: Any, kept: Int32, void: Int32, p: Any):
-    """P V of the last entry of an item, if it is kept."""
-    if kept != 0:
-        multiply_values(shapes, work, entry, void, p)
-        warpgroup.wait_group(0)
-    free(shapes, work, entry)
 
 
 @cute.jit
@@ -123,53 +102,3 @@ def mask(shapes: Shapes, work: Any, at: Any, scores: Any, tile: Int32) -> Int32:
         if at.row - start < shapes.columns - 1:
             softmax.keep_past(scores, work.thr_qk, at.row - start)
     return padding
-
-
-@cute.jit
-def fetch_tail(shapes: Shapes, work: Any, at: Any, n: Int32, found: Any):
-    """Starts to read what :func:`tail_weights` needs of summary tile ``n`` into ``found``."""
-    call, columns = work.call, shapes.columns
-    last = cute.size(call.tail_lengths) - 1
-    places = softmax.coordinates(work.thr_qk, columns)
-    line = cutlass.min(at.row // BLOCK, call.words.shape[2] - 1)
-    for j in cutlass.range_constexpr(columns // softmax.SHARERS):
-        column = cutlass.min(n * columns + places[0, j][1], last)
-        found[j] = call.tail_lengths[column]
-    each = columns // softmax.SHARERS
-    for i in cutlass.range_constexpr(columns // 32):
-        place = cutlass.min(n * (columns // 32) + i, call.words.shape[3] - 1)
-        found[each + i] = call.words[at.batch, at.head, line, place]
-    if const_expr(shapes.variant.lengths):
-        summary = cutlass.min(n * columns + work.thread // 2, last)
-        found[each + columns // 32] = call.tail_lengths[summary]
-
-
-def new_tail(shapes: Shapes) -> Any:
-    """Room for what :func:`fetch_tail` reads."""
-    columns = shapes.columns
-    return cute.make_rmem_tensor(columns // softmax.SHARERS + columns // 32 + 1, Int32)
-
-
-@cute.jit
-def tail_weights(shapes: Shapes, work: Any, n: Int32, found: Any):
-    """Keys that each summary of tile ``n`` stands for, none where its block is exact; padding.
-
-    Four lengths share a register.
-    """
-    columns, blocks = shapes.columns, cute.size(work.call.tail_lengths)
-    own = softmax.coordinates(work.thr_qk, columns)[0, 0][1]  # its columns are offsets from here
-    each = columns // softmax.SHARERS
-    words = [found[each + i] >> own for i in range(columns // 32)]
-    weights = cute.make_rmem_tensor(each // 4, Int32)
-    weights.fill(0)
-    for j in cutlass.range_constexpr(each):
-        offset = j // 2 * 8 + j % 2
-        absent = (words[offset // 32] >> offset % 32 & 1) == 0
-        inside = n * columns + own + offset < blocks
-        length = found[j] if absent and inside else 0
-        weights[j // 4] = weights[j // 4] | length << j % 4 * 8
-    void = Int32(0)
-    if const_expr(shapes.variant.lengths):
-        inside = n * columns + work.thread // 2 < blocks
-        void = Int32(1) if inside and found[each + columns // 32] == 0 else Int32(0)
-    return weights, void
