@@ -64,7 +64,7 @@ def own_entries(stages: int, group: int, counts: list[tuple[int, int, int]]):
         stage, found = use % stages - 1, []
         for n in range(total + 2):  # the walk looks two entries ahead
             entry, phases = plain("next_entry")(
-                SimpleNamespace(stages=stages), at, n, stage, phases
+                SimpleNamespace(stages=stages, ahead=True), at, n, stage, phases
             )
             stage = entry[0]
             found.append(tuple(int(x) for x in entry))
