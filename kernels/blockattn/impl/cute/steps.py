@@ -57,7 +57,8 @@ def multiply_values(shapes: Shapes, work: Any, entry: Any, void: Int32, p: Any):
 def accumulate(work: Any, entry: Any, p: Any, first: int, last: int) -> None:
     """Starts P V of the keys ``first`` to ``last`` - 1 of an entry; both are multiples of 16."""
     depths = range(first // wgmma.DEPTH, last // wgmma.DEPTH)
-    operands = ((p[None, None, i], work.v[None, None, i, entry[0]]) for i in depths)
+    values = work.v[None, None, None, entry[0]]  # first, or its address is computed for each depth
+    operands = ((p[None, None, i], values[None, None, i]) for i in depths)
     wgmma.start(work.mma_pv, work.acc, operands, add=True)
 
 
