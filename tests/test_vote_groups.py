@@ -256,7 +256,7 @@ def test_strided_inputs_equal_contiguous_ones_and_misaligned_ones_are_served_too
     assert not launch.configure(problem).grouped
     other = launch.run(problem)
     assert other.skipped == found.skipped
-    assert (other.out - found.out).abs().max() <= torch.finfo(found.out.dtype).eps * 4
+    assert (other.out - found.out).abs().max() <= torch.finfo(found.out.dtype).eps * 8
 
 
 @on_hopper
@@ -269,12 +269,15 @@ def test_scales_on_the_device_equal_scales_on_the_host():
 
 
 @on_hopper
-def test_both_kernels_drop_the_same_tiles():
-    problem = make_problem(*draw(2000, heads=8), want_trace=True, **VOTE)
+@pytest.mark.parametrize("tokens", [60, 2000])  # the last program has groups without a row
+@pytest.mark.parametrize("threshold", [0.1, 3.0])
+def test_both_kernels_drop_the_same_tiles(tokens, threshold):
+    settings = VOTE | {"skip_threshold": threshold}
+    problem = make_problem(*draw(tokens, batch=2, heads=4), want_trace=True, **settings)
     found, other = launch.run(problem), launch.run(problem, OTHER)
     differing = found.skipped.differing(other.skipped)
     assert int(differing) <= 2  # sums of products in another order, close to the threshold
-    assert found.skipped.density() > 0.05
+    assert (found.skipped.density() > 0.05) == (tokens > TILE)
 
 
 @on_hopper

@@ -2,21 +2,20 @@
 
 Plan. A program owns GROUPS x 64 queries of a head, 64 for each warp group of four warps, and one
 warp more that brings keys and values. Tiles of 64 keys go through two rings of STAGES places in
-shared memory, one of K and one of V; Q lies there too, and the state (acc, m, l) in registers.
+shared memory, one of K and one of V; Q lies there too, the state (acc, m, l) in registers.
   bringing warp   waits until every group is done with a place, fetches the next tile into it (TMA)
-  group           waits for K, scores by one WGMMA, votes; where a row objects, exponentials, waits
-                  for V, one WGMMA more; gives both places back
+  group           waits for K, multiplies, votes; where a row objects, it takes exponentials, waits
+                  for V and multiplies again; then it gives both places back
 A tile of K or V is read once for all queries of the program. Groups wait for nobody but the
-bringing warp: they may be as far apart as the rings are long, so that one which drops a tile does
-not wait for one which keeps it. The vote is one barrier of the four warps that also reduces. V is
-fetched whether or not it is needed: who votes is not known when it has to leave.
-Barriers (each place of each ring has two): ``full`` counts the bytes of a tile, ``free`` counts the
-groups. A group that drops a tile does not wait for its V, so the bringing warp does, before it
-fetches into that place again and before it ends.
-Q stays in shared memory, where the matrix unit reads it: in registers, ptxas takes it apart at the
-branch. Products are waited for at once: with one in flight across the branch, ptxas puts a wait
-behind every product.
-The sum of a ragged last tile's rows stands behind the loop, where scores of missing keys are -inf.
+bringing warp and may be as far apart as the rings are long, so that one which drops a tile does not
+wait for one which keeps it. The vote is one barrier of the group's warps, which also reduces. V is
+fetched in any case: what the votes will say is not known when it has to leave.
+Each place of a ring has two barriers: ``full`` counts the bytes of a tile, ``free`` the groups that
+are done with it. A group that drops a tile does not wait for its V, so the bringing warp does,
+before it fetches into that place again and before it ends.
+Products are waited for at once: with one in flight across the branch, ptxas 12.8 puts a wait behind
+every instruction of every product. Two groups, with Q in registers, took a fifth longer than three.
+The ragged last tile comes behind the loop, where scores of missing keys are set to -inf.
 """
 
 # Gluon's types are those of the host, where a constant of the kernel is what stands in it.
@@ -183,18 +182,9 @@ def _vote(
 ):  # fmt: skip
     """One warp group: its 64 queries against every tile of keys."""
     (
-        q_tiles,
-        q_full,
-        k_ring,
-        v_ring,
-        out_ptr,
-        lse_ptr,
-        drop_ptr,
-        unit,
-        scale_output,
-        limit,
-        shape,
-    ) = call
+        q_tiles, q_full, k_ring, v_ring, out_ptr, lse_ptr, drop_ptr,
+        unit, scale_output, limit, shape,
+    ) = call  # fmt: skip
     batch, head, heads, first, queries, keys = shape
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -202,8 +192,9 @@ def _vote(
     _declare(G)
     start = first + G * TILE
     row = start + gl.arange(0, TILE, row_layout)
-    # A group past the sequence has no row in the map: it objects to all, and so notes nothing.
+    # A group past the sequence has no line in the map: it objects to all, and so notes nothing.
     alive = (row < queries) | (start >= queries)
+    limit = gl.where(start < queries, limit, -float("inf"))
     m = gl.full([TILE], -float("inf"), gl.float32, row_layout)
     l = gl.full([TILE], 0.0, gl.float32, row_layout)
     acc = gl.full([TILE, D], 0.0, gl.float32, o_layout)
