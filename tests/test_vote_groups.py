@@ -28,11 +28,6 @@ OTHER = launch.Config(rows=TILE, columns=TILE, warps=4, stages=3)  # the kernel 
 VOTE: dict[str, Any] = {"skip_threshold": 0.1, "skip_tile": (TILE, TILE)}
 
 
-def on_hopper(test):
-    """Marks a test that runs the kernel."""
-    return pytest.mark.gpu(pytest.mark.sm90(test))
-
-
 # -- when it is taken -----------------------------------------------------------------------------
 
 
@@ -133,7 +128,8 @@ def assert_follows_the_definition(q, k, v, **settings):
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 384, 700]
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -144,14 +140,16 @@ def test_every_length_head_and_dtype_follows_the_definition(tokens, dim, dtype):
         assert bool(result.skipped.dense().any()) == (threshold > 0 and tokens > TILE)
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("queries", [1, 100, 500])
 @pytest.mark.parametrize("keys", [1, 64, 333, 4097])
 def test_queries_and_keys_of_different_lengths(queries, keys):
     assert_follows_the_definition(*draw(queries, keys, heads=3, key_heads=1))
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [4096, 4097])
 @pytest.mark.parametrize("threshold", [0.1, 0.9])
 def test_long_sequences_follow_an_independent_reference(tokens, threshold):
@@ -175,7 +173,8 @@ def test_long_sequences_follow_an_independent_reference(tokens, threshold):
         assert_within_the_error_rule(out[0, rows, head], trace.lse[0, head, rows], found)
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [200, 2048])
 def test_nothing_dropped_is_dense_attention(tokens):
     q, k, v = draw(tokens)
@@ -187,7 +186,8 @@ def test_nothing_dropped_is_dense_attention(tokens):
     assert (trace.lse - dense_trace.lse).abs().max() < 1e-4
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("threshold", [0.05, 3.0])
 def test_the_planted_tiles_are_dropped_and_no_other(threshold):
     # Kept and dropped tiles take turns, and by groups of a program: none may sway another's vote.
@@ -207,7 +207,8 @@ def test_the_planted_tiles_are_dropped_and_no_other(threshold):
     assert torch.equal(result.skipped.dense()[0, 0], weak)
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 def test_a_row_with_nan_keeps_its_tiles_and_spoils_itself_alone():
     q, k, v = draw(500, heads=1)
     clean = launch.run(make_problem(q, k, v, want_trace=True, **VOTE))
@@ -225,7 +226,8 @@ def test_a_row_with_nan_keeps_its_tiles_and_spoils_itself_alone():
     assert found.out.isnan().any(dim=-1).sum() == 1
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 def test_what_lies_behind_the_last_token_is_never_used():
     q, k, v = draw(333)
     room = [torch.full((1, 512, 2, 128), torch.nan, dtype=q.dtype, device="cuda") for _ in "qkv"]
@@ -237,7 +239,8 @@ def test_what_lies_behind_the_last_token_is_never_used():
     assert torch.equal(found, launch.run(make_problem(q, k, v, **VOTE)).out)
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 def test_strided_inputs_equal_contiguous_ones_and_misaligned_ones_are_served_too():
     packed = torch.stack(draw(200, dim=64), dim=2)
     views = list(packed.unbind(2))
@@ -259,7 +262,8 @@ def test_strided_inputs_equal_contiguous_ones_and_misaligned_ones_are_served_too
     assert (other.out - found.out).abs().max() <= torch.finfo(found.out.dtype).eps * 8
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 def test_scales_on_the_device_equal_scales_on_the_host():
     q, k, v = draw(300)
     host = launch.run(make_problem(q, k, v, scale=0.0625, scale_output=0.5, **VOTE)).out
@@ -268,7 +272,8 @@ def test_scales_on_the_device_equal_scales_on_the_host():
     assert torch.equal(launch.run(make_problem(q, k, v, **tensors, **VOTE)).out, host)
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [60, 2000])  # the last program has groups without a row
 @pytest.mark.parametrize("threshold", [0.1, 3.0])
 def test_both_kernels_drop_the_same_tiles(tokens, threshold):
@@ -280,7 +285,8 @@ def test_both_kernels_drop_the_same_tiles(tokens, threshold):
     assert (found.skipped.density() > 0.05) == (tokens > TILE)
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 def test_a_full_gpu_gives_the_same_bits_a_hundred_times(threshold):
     # More programs than fit at once: one begins where another ended.
@@ -294,7 +300,8 @@ def test_a_full_gpu_gives_the_same_bits_a_hundred_times(threshold):
         assert again.skipped == first.skipped
 
 
-@on_hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
 def test_it_runs_in_a_graph_without_a_wait():
     q, k, v = draw(777, heads=3)
     call = partial(attend, q, k, v, impl="triton", **VOTE)
