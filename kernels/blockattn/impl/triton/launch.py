@@ -1,6 +1,6 @@
 """Host side of the attention kernels: configuration, buffers, one launch (or two).
 
-On Hopper votes on 64 x 64 tiles of the full range run on a kernel of their own,
+On Hopper large votes on 64 x 64 tiles of the full range run on a kernel of their own,
 :mod:`blockattn.impl.triton.vote_groups`; all else runs on :mod:`blockattn.impl.triton.attention`.
 """
 
@@ -31,7 +31,7 @@ class Config:
         rows, columns: queries and keys of a tile.
         warps, stages: of a program; tiles in flight.
         adaptive: a skip vote branches only once many tiles are dropped.
-        grouped: ``vote_groups`` runs; rows and warps are those of one of its groups.
+        groups: of a program of ``vote_groups``, which then runs; rows and warps are those of one.
     """
 
     rows: int
@@ -39,7 +39,7 @@ class Config:
     warps: int
     stages: int
     adaptive: bool = False
-    grouped: bool = False
+    groups: int = 0
 
     def __post_init__(self) -> None:
         if self.adaptive and (self.rows != 16 * self.warps or self.warps not in (4, 8)):
@@ -49,7 +49,7 @@ class Config:
             )
 
 
-GROUPED = Config(rows=64, columns=64, warps=4, stages=4, grouped=True)
+GROUPED = Config(rows=64, columns=64, warps=4, stages=4, groups=3)
 
 
 def configure(problem: Problem) -> Config:
@@ -89,7 +89,22 @@ def configuration(
 
 
 def votes_in_groups(problem: Problem) -> bool:
-    """The kernel with groups serves the call; what it leaves out, the other one serves."""
+    """The kernel with groups serves the call and fills the GPU; else the other one does.
+
+    It has one program on a processor, with 192 queries. Where the last round of them leaves many
+    processors idle, or there are few rounds, smaller programs are faster.
+    """
+    if not groups_serve(problem):
+        return False
+    batch, queries, heads, _ = problem.q.shape
+    programs = batch * heads * num_blocks(queries, GROUPED.groups * GROUPED.rows)
+    processors = torch.cuda.get_device_properties(problem.q.device).multi_processor_count
+    rounds = num_blocks(programs, processors)
+    return rounds >= 4 and programs >= 0.9 * rounds * processors
+
+
+def groups_serve(problem: Problem) -> bool:
+    """A vote on 64 x 64 tiles of the full range, on Hopper, read through descriptors."""
     return (
         problem.algorithm == "skip_softmax"
         and problem.q.device.type == "cuda"
@@ -131,7 +146,7 @@ def run(problem: Problem, config: Config | None = None) -> Result:
     if problem.skip_threshold is not None:
         dropped = torch.zeros(batch, heads, *tiles, dtype=torch.int8, device=out.device)
     if out.numel():
-        launch = _launch_groups if config.grouped else _launch
+        launch = _launch_groups if config.groups else _launch
         launch(problem, config, out, lse, dropped)
     if dropped is None or not problem.want_trace:
         return Result(out, lse)
@@ -228,7 +243,7 @@ def _launch_groups(
         for x in (problem.q, problem.k, problem.v)
     )
     kernel: Any = vote_groups.vote_groups
-    kernel[(num_blocks(queries, vote_groups.QUERIES), heads, batch)](
+    kernel[(num_blocks(queries, config.groups * config.rows), heads, batch)](
         *sources, out, lse if lse is not None else none, dropped,
         scale_ptr, scale, scale_output_ptr, scale_output, _limit(problem),
         queries, keys, heads, key_heads,
