@@ -38,6 +38,10 @@ found = {name: c.compile_attention(capability, **flags) for name, flags in varia
 found |= {f"{name} D=64": c.compile_attention(capability, head_dim=64, **variants[name])
           for name in ("dense", "sol")}
 found["sol fp16"] = c.compile_attention(capability, element="fp16", **variants["sol"])
+if capability == 90:
+    every = dict(RAGGED=True, LSE=True, SCALE_PTR=True, SCALE_OUTPUT_PTR=True)
+    for dim, element, flags in ((128, "bf16", {}), (128, "fp16", every), (64, "bf16", every)):
+        found[f"groups D={dim} {element}"] = c.compile_vote_groups(dim, element, **flags)
 found["combine"] = c.compile_combine(capability)
 for exact in (False, True):
     for name, item in c.compile_preparation(capability, exact=exact).items():
@@ -98,6 +102,10 @@ def test_every_kernel_builds_without_spills(building):
         count = found[name]["instructions"]
         assert (count["vote"] > 0) == (capability == 90), name
         assert count["vote of all"] == (capability == 90 and not name.endswith("128")), name
+    for name in (name for name in found if name.startswith("groups")):
+        # Scores and output of whole tiles, and of a ragged one, by each group: none serialised.
+        tiles = 1 if name == "groups D=128 bf16" else 2
+        assert found[name]["instructions"]["matrix wait"] == 3 * 2 * tiles, name
     assert_quantisers_round_as_pytorch_does(found)
     for name in (name for name in found if name.startswith("nvfp4 D=")):
         assert (found[name]["instructions"]["e2m1"] > 0) == (capability >= 100), name

@@ -160,6 +160,22 @@ def test_the_adaptive_walk_drops_the_planted_tiles_and_no_other(tile, places):
     assert result.skipped == truth.skipped
 
 
+@pytest.mark.parametrize("tokens", [40, 150])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_a_row_with_nan_keeps_its_tiles_a_masked_one_as_well(tokens, causal):
+    q, k, v = make_inputs(tokens, heads=1)
+    k[:, 64:] *= 0.01
+    q[0, -1, 0, 5] = torch.nan
+    settings = {"skip_threshold": 0.5, "skip_tile": (64, 64), "causal": causal}
+    result = launch.run(make_problem(q, k, v, want_trace=True, **settings))
+    rows = -(-tokens // 64)
+    assert not result.skipped.dense()[0, 0, -1].any()
+    assert result.skipped.dense()[0, 0, : rows - 1, 1:].any() == (tokens > 64)
+    assert result.out[0, -1].isnan().all()
+    assert not result.out[0, :-1].isnan().any()
+
+
 def test_a_causal_vote_within_a_route_marks_no_tile_of_the_future():
     q, k, v = make_inputs(600, heads=1)
     k = k * torch.linspace(3, 0.3, 600, device=DEVICE)[:, None, None].to(DTYPE)

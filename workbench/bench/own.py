@@ -39,10 +39,9 @@ def run_with(impl: str, problem: Problem, lists: Lists) -> Result:
 
 
 def vote_calls(impl: str, vote: Problem, dense: Problem) -> dict[str, Call]:
-    """``vote`` and ``no vote`` of one implementation, and its dense kernel as configured.
+    """``vote`` of one implementation, and ``no vote``: its dense attention as a call gets it.
 
-    Triton's kernel without a vote is timed in the tiles of the vote as well; the CuTe kernel has
-    one configuration for dense calls.
+    Triton's dense kernel is timed in the tiles of the vote as well (``no vote, its tiles``).
     """
     if impl == "cute":
         from blockattn.impl.cute import launch as hopper
@@ -50,9 +49,18 @@ def vote_calls(impl: str, vote: Problem, dense: Problem) -> dict[str, Call]:
         return {"vote": lambda: hopper.run(vote), "no vote": lambda: hopper.run(dense)}
     from blockattn.impl.triton import launch
 
-    config = launch.configure(vote)
+    config = launch.configuration(
+        launch.capability_of(vote.q.device), plain=False, skip_tile=vote.skip_tile
+    )
     return {
         "vote": lambda: launch.run(vote),
-        "no vote": lambda: launch.run(dense, config),
-        "dense as configured": lambda: launch.run(dense),
+        "no vote": lambda: launch.run(dense),
+        "no vote, its tiles": lambda: launch.run(dense, config),
     }
+
+
+def kernel_of_vote(vote: Problem) -> str:
+    """The Triton kernel that serves a vote."""
+    from blockattn.impl.triton import launch
+
+    return "vote_groups" if launch.configure(vote).groups else "attention"

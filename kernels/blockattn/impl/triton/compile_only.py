@@ -19,6 +19,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from blockattn.impl.triton import (
     attention,
@@ -28,6 +29,7 @@ from blockattn.impl.triton import (
     prepare,
     quantise,
     select,
+    vote_groups,
     words,
 )
 from blockattn.layout import num_blocks
@@ -55,7 +57,8 @@ class Resources:
         registers: per thread.
         local, stack: bytes per thread in memory, where registers spill to.
         shared: bytes per program.
-        instructions: how often each kind occurs in the PTX.
+        instructions: how often each kind occurs in the PTX; ``matrix wait`` in the machine code, as
+            ptxas adds waits where it cannot keep products in flight.
     """
 
     registers: int
@@ -99,6 +102,18 @@ def compile_attention(
         return f"tensordesc<{element}{block}>" if through else f"*{element}"
 
     return _compile(attention.attention, capability, constants, config.warps, element, source)
+
+
+def compile_vote_groups(head_dim: int = 128, element: str = "bf16", **flags: bool) -> Resources:
+    """The vote by groups, which is for 9.0 alone; ``flags`` as for :func:`compile_attention`."""
+    config = launch.GROUPED
+    constants = dict.fromkeys(_switches(vote_groups.vote_groups), False) | flags
+    constants |= {"D": head_dim, "STAGES": config.stages}
+    tile = f"[1, {config.rows}, 1, {head_dim}]"
+    return _compile(
+        vote_groups.vote_groups, 90, constants, config.warps, element,
+        lambda name: f"tensordesc<{element}{tile},{vote_groups.LAYOUT!r}>",
+    )  # fmt: skip
 
 
 def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16") -> Resources:
@@ -207,8 +222,9 @@ def _compile(
         for place, name in enumerate(names)
         if kinds[name].startswith("*") or (kinds[name] == "i64" and "stride" in name)
     }
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
     built = triton.compile(
-        ASTSource(kernel, signature=kinds, constexprs=constants, attrs=aligned),
+        language(kernel, signature=kinds, constexprs=constants, attrs=aligned),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps} | (options or {}),
     )
@@ -237,7 +253,7 @@ def _resources(built: Any) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
-        command = [str(tools / "cuobjdump"), "--dump-resource-usage", file.name]
+        command = [str(tools / "cuobjdump"), "--dump-resource-usage", "--dump-sass", file.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     numbers = {key: int(value) for key, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
     ptx = built.asm["ptx"]
@@ -248,6 +264,7 @@ def _resources(built: Any) -> Resources:
     kinds |= {"vote": "barrier.cta.arrive", "vote of all": "bar.red.or"}
     kinds |= {"approximate division": "div.full", "fused": "fma.rn", "wide load": "ld.global.v4"}
     counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}
+    counts["matrix wait"] = usage.count("WARPGROUP.DEPBAR")
     return Resources(
         numbers["REG"], numbers["LOCAL"], numbers["STACK"], built.metadata.shared, counts
     )

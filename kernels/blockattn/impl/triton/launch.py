@@ -1,4 +1,8 @@
-"""Host side of the attention kernels: configuration, buffers, one launch (or two)."""
+"""Host side of the attention kernels: configuration, buffers, one launch (or two).
+
+On Hopper large votes on 64 x 64 tiles of the full range run on a kernel of their own,
+:mod:`blockattn.impl.triton.vote_groups`; all else runs on :mod:`blockattn.impl.triton.attention`.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ class Config:
         rows, columns: queries and keys of a tile.
         warps, stages: of a program; tiles in flight.
         adaptive: a skip vote branches only once many tiles are dropped.
+        groups: of a program of ``vote_groups``, which then runs; rows and warps are those of one.
     """
 
     rows: int
@@ -34,6 +39,7 @@ class Config:
     warps: int
     stages: int
     adaptive: bool = False
+    groups: int = 0
 
     def __post_init__(self) -> None:
         if self.adaptive and (self.rows != 16 * self.warps or self.warps not in (4, 8)):
@@ -43,8 +49,13 @@ class Config:
             )
 
 
+GROUPED = Config(rows=64, columns=64, warps=4, stages=4, groups=3)
+
+
 def configure(problem: Problem) -> Config:
     """The configuration of a call on the GPU its tensors are on."""
+    if votes_in_groups(problem):
+        return GROUPED
     skip_tile = None if problem.skip_threshold is None else problem.skip_tile
     return configuration(
         capability_of(problem.q.device),
@@ -77,6 +88,35 @@ def configuration(
     return Config(rows=64, columns=64, warps=4, stages=3, adaptive=hopper_votes)
 
 
+def votes_in_groups(problem: Problem) -> bool:
+    """The kernel with groups serves the call and fills the GPU; else the other one does.
+
+    It has one program on a processor, with 192 queries. Where the last round of them leaves many
+    processors idle, or there are few rounds, smaller programs are faster.
+    """
+    if not groups_serve(problem):
+        return False
+    batch, queries, heads, _ = problem.q.shape
+    programs = batch * heads * num_blocks(queries, GROUPED.groups * GROUPED.rows)
+    processors = torch.cuda.get_device_properties(problem.q.device).multi_processor_count
+    rounds = num_blocks(programs, processors)
+    return rounds >= 4 and programs >= 0.9 * rounds * processors
+
+
+def groups_serve(problem: Problem) -> bool:
+    """A vote on 64 x 64 tiles of the full range, on Hopper, read through descriptors."""
+    return (
+        problem.algorithm == "skip_softmax"
+        and problem.q.device.type == "cuda"
+        and capability_of(problem.q.device)[0] == 9
+        and problem.skip_tile == (GROUPED.rows, GROUPED.columns)
+        and problem.block_lengths is None
+        and not problem.causal
+        and problem.k.shape[1] > 0
+        and descriptors_fit(problem.q, problem.k, problem.v)
+    )
+
+
 def query_through_descriptor(capability: tuple[int, int], *, skip: bool, plain: bool) -> bool:
     """Q is loaded like K and V; see the kernel's plan for when it must or should not be.
 
@@ -106,7 +146,8 @@ def run(problem: Problem, config: Config | None = None) -> Result:
     if problem.skip_threshold is not None:
         dropped = torch.zeros(batch, heads, *tiles, dtype=torch.int8, device=out.device)
     if out.numel():
-        _launch(problem, config, out, lse, dropped)
+        launch = _launch_groups if config.groups else _launch
+        launch(problem, config, out, lse, dropped)
     if dropped is None or not problem.want_trace:
         return Result(out, lse)
     skipped = BlockRoute(map_words(dropped), (config.rows, config.columns), problem.seqlens)
@@ -147,9 +188,6 @@ def _launch(
         index, count = problem.lists or row_lists(route.words, route.grid[1])
     scale, scale_ptr = _scale(problem.scale, none)
     scale_output, scale_output_ptr = _scale(problem.scale_output, none)
-    limit = -math.inf
-    if problem.skip_threshold:
-        limit = math.log2(problem.skip_threshold)
     adaptive = config.adaptive and skip
     kernel: Any = kernels.attention
     kernel[(tiles, heads, batch * splits)](
@@ -161,7 +199,7 @@ def _launch(
         *_tail_sources(tail, tma, none),
         problem.block_lengths if problem.block_lengths is not None else none,
         dropped if dropped is not None else none,
-        scale_ptr, scale, scale_output_ptr, scale_output, limit,
+        scale_ptr, scale, scale_output_ptr, scale_output, _limit(problem),
         *problem.q.stride()[:3], *problem.k.stride()[:3], *problem.v.stride()[:3],
         *out.stride()[:3],
         queries, keys, heads, key_heads, tiles, num_blocks(keys, config.columns),
@@ -187,6 +225,39 @@ def _launch(
     )  # fmt: skip
 
 
+def _launch_groups(
+    problem: Problem, config: Config, out: Tensor, lse: Tensor | None, dropped: Tensor | None
+) -> None:
+    # Imported here: the interpreter has no Gluon, and other GPUs do without it.
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
+
+    from blockattn.impl.triton import vote_groups
+
+    batch, queries, heads, dim = problem.q.shape
+    keys, key_heads = problem.k.shape[1], problem.k.shape[2]
+    none = problem.q
+    scale, scale_ptr = _scale(problem.scale, none)
+    scale_output, scale_output_ptr = _scale(problem.scale_output, none)
+    sources = (
+        LaidOut(x, *_tiles(x, config.rows), vote_groups.LAYOUT)
+        for x in (problem.q, problem.k, problem.v)
+    )
+    kernel: Any = vote_groups.vote_groups
+    kernel[(num_blocks(queries, config.groups * config.rows), heads, batch)](
+        *sources, out, lse if lse is not None else none, dropped,
+        scale_ptr, scale, scale_output_ptr, scale_output, _limit(problem),
+        queries, keys, heads, key_heads,
+        D=dim, STAGES=config.stages, RAGGED=keys % config.columns != 0, LSE=lse is not None,
+        SCALE_PTR=isinstance(problem.scale, Tensor),
+        SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor), num_warps=config.warps,
+    )  # fmt: skip
+
+
+def _limit(problem: Problem) -> float:
+    """log2 of the skip threshold, which kernels compare with."""
+    return math.log2(problem.skip_threshold) if problem.skip_threshold else -math.inf
+
+
 def _tail_sources(tail: BlockSummary | None, tma: bool, unused: Tensor) -> tuple:
     if tail is None:
         return unused, unused, unused
@@ -206,11 +277,14 @@ def descriptors_fit(*tensors: Tensor) -> bool:
 
 
 def _source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
-    if not tma:
-        return x
+    return TensorDescriptor(x, *_tiles(x, rows)) if tma else x
+
+
+def _tiles(x: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and tile of a descriptor of x ``[B, T, H, D]``."""
     dense = (x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[3])
     # The stride of an axis of one is never used, but has to be a legal one.
     strides = [
         stride if size > 1 else usual for stride, size, usual in zip(x.stride(), x.shape, dense)
     ]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, x.shape[3]])
+    return list(x.shape), [*strides, 1], [1, rows, 1, x.shape[3]]

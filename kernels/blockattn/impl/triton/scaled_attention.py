@@ -177,7 +177,10 @@ def _walk(
             top = tl.max(s, axis=1)
             gap = tl.where(top == -float("inf"), top, (top - m) * unit)
             # Counting the rows that object keeps a NaN row's tile, as it should.
-            objections = tl.sum(((row < queries) & ((gap < limit) == 0)).to(tl.int32))
+            objects = (gap < limit) == 0
+            if MASKED:  # a maximum passes over NaN, where there is a mask's -inf as well
+                objects = objects | (tl.max((s != s).to(tl.int32), axis=1) != 0)
+            objections = tl.sum(((row < queries) & objects).to(tl.int32))
             if objections > 0:
                 m = tl.maximum(m, top)
                 v = _rows(

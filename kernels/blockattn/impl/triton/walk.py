@@ -83,7 +83,10 @@ def _walk(
             top = tl.max(s, axis=1)
             gap = tl.where(top == -float("inf"), top, (top - m) * unit)
             # Counting the rows that object keeps a NaN row's tile, as it should.
-            objects = ((row < queries) & ((gap < limit) == 0)).to(tl.int32)
+            objects = (gap < limit) == 0
+            if MASKED:  # a maximum passes over NaN, where there is a mask's -inf as well
+                objects = objects | (tl.max((s != s).to(tl.int32), axis=1) != 0)
+            objects = ((row < queries) & objects).to(tl.int32)
             if _tile_dropped(objects, drop_ptr, tile, n, VOTERS) == 0:
                 v = _rows(
                     v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,

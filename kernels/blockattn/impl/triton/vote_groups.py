@@ -1,0 +1,334 @@
+"""The skip vote on Hopper with warp groups that vote by themselves (Gluon).
+
+Plan. A program owns GROUPS x 64 queries of a head, 64 for each warp group of four warps, and one
+warp more that brings keys and values. Tiles of 64 keys go through two rings of STAGES places in
+shared memory, one of K and one of V; Q lies there too, the state (acc, m, l) in registers.
+  bringing warp   waits until every group is done with a place, fetches the next tile into it (TMA)
+  group           waits for K, multiplies, votes; where a row objects, it takes exponentials, waits
+                  for V and multiplies again; then it gives both places back
+A tile of K or V is read once for all queries of the program. Groups wait for nobody but the
+bringing warp and may be as far apart as the rings are long, so that one which drops a tile does not
+wait for one which keeps it. The vote is one barrier of the group's warps, which also reduces. V is
+fetched in any case: what the votes will say is not known when it has to leave.
+Each place of a ring has two barriers: ``full`` counts the bytes of a tile, ``free`` the groups that
+are done with it. A group that drops a tile does not wait for its V, so the bringing warp does,
+before it fetches into that place again and before it ends.
+Products are waited for at once: with one in flight across the branch, ptxas 12.8 puts a wait behind
+every instruction of every product. Two groups, with Q in registers, took a fifth longer than three.
+The accumulator is multiplied only by a warp in which a maximum rises, and the maximum of a row is
+taken over integers: that leaves out a quarter of the instructions of a tile that is kept.
+The ragged last tile comes behind the loop, where scores of missing keys are set to -inf.
+"""
+
+# Gluon's types are those of the host, where a constant of the kernel is what stands in it.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockattn.impl.triton.vote import DROPPED
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+REGISTERS = gl.constexpr(160)  # of a thread of a group
+TILE = gl.constexpr(64)  # queries of a group, and keys of a tile
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+GROUPS = gl.constexpr(3)
+# One text for each group, as a register of PTX and a barrier belong to one of them.
+DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(GROUPS.value)))
+VOTE = gl.constexpr(
+    tuple(
+        f"""{{
+        .reg .pred any;
+        .reg .b32 said;
+        or.b32 said, $2, $3;
+        setp.ne.b32 any, said, 0;
+        barrier.cta.red.or.pred any, {9 + i}, 128, any;
+        selp.b32 said_{i}, 1, 0, any;
+        mov.b32 $0, said_{i};
+        mov.b32 $1, said_{i};
+        mov.b32 said, {DROPPED.value};
+        @!any st.global.u8 [$4], said;
+        }}"""
+        for i in range(GROUPS.value)
+    )
+)
+SIGNS = gl.constexpr(
+    tuple(
+        f"""{{
+        .reg .pred any;
+        .reg .b32 signs;
+        or.b32 signs, $2, $3;
+        setp.lt.s32 any, signs, 0;
+        vote.sync.any.pred any, any, 0xffffffff;
+        selp.b32 said_{i}, 1, 0, any;
+        mov.b32 $0, said_{i};
+        mov.b32 $1, said_{i};
+        }}"""
+        for i in range(GROUPS.value)
+    )
+)
+SAID = gl.constexpr(tuple(f"mov.b32 $0, said_{i};" for i in range(GROUPS.value)))
+
+
+@gluon.jit
+def _declare(G: gl.constexpr):
+    """Declares the register in which votes of group G leave their outcome; before any of them.
+
+    As a result of a text the outcome would be a tensor, which Triton passes through shared memory
+    to make it a scalar.
+    """
+    gl.inline_asm_elementwise(DECLARE[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _kept(objects, place, G: gl.constexpr):
+    """Whether a row of group G needs the tile; notes at ``place`` of the map that none does.
+
+    Args:
+        objects: int32 ``[64]``, not 0 where a row needs the tile; two rows in each thread.
+        place: int8 pointer, where the map has the tile.
+    """
+    place = place.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(
+        VOTE[G], "=r,=r,r,r,l,l", [objects, place], dtype=gl.int32, is_pure=False, pack=2
+    )
+    said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return said != 0
+
+
+@gluon.jit
+def _some_negative(x, G: gl.constexpr):
+    """Whether one of the rows that a warp of group G holds has its sign set; x float32 ``[64]``.
+
+    Warps may differ in that, so that what depends on it must be of one warp alone.
+    """
+    bits = x.to(gl.int32, bitcast=True)
+    gl.inline_asm_elementwise(SIGNS[G], "=r,=r,r,r", [bits], dtype=gl.int32, is_pure=False, pack=2)
+    said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return said != 0
+
+
+@gluon.jit
+def _row_maximum(s, G: gl.constexpr):
+    """Largest of each row of s ``[64, 64]``, NaN where a row has NaN.
+
+    Taken over bits as integers, of which Hopper compares three at a time. They have the order of
+    the numbers, with NaN last, unless all are negative: there the order is reversed.
+    """
+    bits = s.to(gl.int32, bitcast=True)
+    top = gl.max(bits, axis=1)
+    if _some_negative(top.to(gl.float32, bitcast=True), G):
+        top = gl.where(top < 0, gl.min(bits, axis=1), top)
+    return top.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    """The following place of a ring, and the parity of its barriers there."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def _bring(k_src, v_src, k_ring, v_ring, batch, head, tiles, STAGES: gl.constexpr):
+    """The warp that fetches tiles of K and V."""
+    k_tiles, k_full, k_free = k_ring
+    v_tiles, v_full, v_free = v_ring
+    stage = 0
+    phase = 1  # a wait for the phase before the first does not wait
+    for n in range(tiles):
+        mbarrier.wait(k_free.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), k_src.block_type.nbytes)
+        place = [batch, n * TILE, head, 0]
+        tma.async_copy_global_to_shared(k_src, place, k_full.index(stage), k_tiles.index(stage))
+        mbarrier.wait(v_free.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.expect(v_full.index(stage), v_src.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_src, place, v_full.index(stage), v_tiles.index(stage))
+        stage, phase = _next(stage, phase, STAGES)
+    for _ in range(STAGES):
+        mbarrier.wait(v_full.index(stage), phase)
+        stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _tile(
+    acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, rest,
+    G: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores of one tile, the vote, and the softmax update where it is kept.
+
+    Args:
+        acc: float32 ``[64, D]``; m, l: float32 ``[64]``, maximum in raw units and sum.
+        alive: which rows exist; rest: keys of the tile, where MASKED.
+    """
+    k_tiles, k_full, k_free = k_ring
+    v_tiles, v_full, v_free = v_ring
+    TILE_SHAPE: gl.constexpr = [TILE, q.shape[1]]
+    s_layout: gl.constexpr = m.type.layout.parent
+    o_layout: gl.constexpr = acc.type.layout
+    mbarrier.wait(k_full.index(stage), phase)
+    k = k_tiles.index(stage).reshape(TILE_SHAPE)
+    zero = gl.full([TILE, TILE], 0.0, gl.float32, s_layout)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if MASKED:
+        column = gl.arange(0, TILE, gl.SliceLayout(0, s_layout))
+        s = gl.where(gl.expand_dims(column < rest, 0), s, -float("inf"))
+    top = _row_maximum(s, G)
+    gap = gl.where(top == -float("inf"), top, (top - m) * unit)
+    objects = (gap < limit) == 0  # as a row with NaN does
+    kept = _kept((alive & objects).to(gl.int32), place, G)
+    mbarrier.arrive(k_free.index(stage))
+    if kept:
+        top = gl.maximum(m, top)
+        # Only a row that has seen no key yet can be at -inf.
+        base = gl.where(top == -float("inf"), 0.0, top) if MASKED else top
+        p = gl.exp2(s * unit - gl.expand_dims(base * unit, 1))
+        if _some_negative(m - top, G):  # the maximum of a row rises, which is rare after a while
+            shrink = gl.exp2((m - top) * unit)
+            l = l * shrink
+            acc = acc * gl.expand_dims(_as_rows_of(shrink, o_layout), 1)
+        l = l + gl.sum(p, axis=1)
+        m = top
+        p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, k_width=2)
+        a = gl.convert_layout(p.to(k_tiles.dtype), p_layout)
+        mbarrier.wait(v_full.index(stage), phase)
+        v = v_tiles.index(stage).reshape(TILE_SHAPE)
+        acc = warpgroup_mma(a, v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_free.index(stage))
+    return acc, m, l
+
+
+@gluon.jit
+def _as_rows_of(x, layout: gl.constexpr):
+    """x ``[64]`` for products with a matrix of this layout; it lies there already."""
+    return gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True)
+
+
+@gluon.jit
+def _vote(
+    call,
+    G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, RAGGED: gl.constexpr,
+    LSE: gl.constexpr,
+):  # fmt: skip
+    """One warp group: its 64 queries against every tile of keys."""
+    (
+        q_tiles, q_full, k_ring, v_ring, out_ptr, lse_ptr, drop_ptr,
+        unit, scale_output, limit, shape,
+    ) = call  # fmt: skip
+    batch, head, heads, first, queries, keys = shape
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    _declare(G)
+    start = first + G * TILE
+    row = start + gl.arange(0, TILE, row_layout)
+    # A group past the sequence has no line in the map: it objects to all, and so notes nothing.
+    alive = (row < queries) | (start >= queries)
+    limit = gl.where(start < queries, limit, -float("inf"))
+    m = gl.full([TILE], -float("inf"), gl.float32, row_layout)
+    l = gl.full([TILE], 0.0, gl.float32, row_layout)
+    acc = gl.full([TILE, D], 0.0, gl.float32, o_layout)
+    line = batch.to(gl.int64) * heads + head
+    tiles = gl.cdiv(keys, TILE)
+    place = drop_ptr + (line * gl.cdiv(queries, TILE) + start // TILE) * tiles
+    mbarrier.wait(q_full, 0)
+    q = q_tiles.index(G).reshape([TILE, D])
+    stage = 0
+    phase = 0
+    for _ in range(keys // TILE):
+        acc, m, l = _tile(
+            acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, 0, G, False
+        )
+        place += 1
+        stage, phase = _next(stage, phase, STAGES)
+    if RAGGED:
+        acc, m, l = _tile(
+            acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, keys % TILE,
+            G, True,
+        )  # fmt: skip
+    empty = l == 0.0
+    if LSE:
+        lse = gl.where(empty, -float("inf"), (m * unit + gl.log2(l)) * LN_2)
+        gl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
+    factor = _as_rows_of(scale_output / gl.where(empty, 1.0, l), o_layout)
+    row = start + gl.arange(0, TILE, gl.SliceLayout(1, o_layout))
+    column = gl.arange(0, D, gl.SliceLayout(0, o_layout))
+    source = (batch.to(gl.int64) * queries + row) * heads + head
+    target = out_ptr + gl.expand_dims(source * D, 1) + gl.expand_dims(column, 0)
+    normal = (acc * gl.expand_dims(factor, 1)).to(out_ptr.dtype.element_ty)
+    gl.store(target, normal, mask=gl.expand_dims(row < queries, 1))
+
+
+@gluon.jit
+def _ring(src, STAGES: gl.constexpr, D: gl.constexpr):
+    """Tiles of STAGES places that every group reads, and their barriers ``full`` and ``free``."""
+    tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, TILE, 1, D], src.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=GROUPS)
+    return tiles, full, free
+
+
+@gluon.jit(do_not_specialize=["queries", "keys", "heads", "key_heads"])
+def vote_groups(
+    q_src, k_src, v_src, out_ptr, lse_ptr, drop_ptr,
+    scale_ptr, scale, scale_output_ptr, scale_output, limit, queries, keys, heads, key_heads,
+    D: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr, LSE: gl.constexpr,
+    SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
+):  # fmt: skip
+    """The kernel of the plan above; :mod:`blockattn.impl.triton.launch` calls it.
+
+    Args:
+        q_src, k_src, v_src: descriptors of ``[B, T, H, D]`` with tiles ``[1, 64, 1, D]``.
+        out_ptr: contiguous ``[B, Tq, Hq, D]``; lse_ptr: float32 ``[B, Hq, Tq]``.
+        drop_ptr: int8 ``[B, Hq, Nq, Nk]``, zeros; DROPPED is noted there.
+        limit: log2(lambda), compared with base-2 logits.
+    """
+    first, head, batch = gl.program_id(0) * (GROUPS * TILE), gl.program_id(1), gl.program_id(2)
+    q_tiles = gl.allocate_shared_memory(q_src.dtype, [GROUPS, 1, TILE, 1, D], q_src.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    k_ring = _ring(k_src, STAGES, D)
+    v_ring = _ring(v_src, STAGES, D)
+    fence_async_shared()
+    mbarrier.expect(q_full, GROUPS * q_src.block_type.nbytes)
+    for i in gl.static_range(GROUPS):
+        place = [batch, first + i * TILE, head, 0]
+        tma.async_copy_global_to_shared(q_src, place, q_full, q_tiles.index(i))
+    if SCALE_PTR:
+        scale = gl.load(scale_ptr)
+    if SCALE_OUTPUT_PTR:
+        scale_output = gl.load(scale_output_ptr)
+    key_head = head // (heads // key_heads)
+    call = (
+        q_tiles, q_full, k_ring, v_ring, out_ptr, lse_ptr, drop_ptr,
+        scale * LOG2_E, scale_output, limit, (batch, head, heads, first, queries, keys),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
+            (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
+            (_vote, (call, 2, STAGES, D, RAGGED, LSE)),
+            (_bring, (k_src, v_src, k_ring, v_ring, batch, key_head, gl.cdiv(keys, TILE), STAGES)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )
