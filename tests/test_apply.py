@@ -238,7 +238,7 @@ def test_the_table_joins_layers_that_do_the_same_and_counts_dense_steps():
         ("1", "blocks.1", "dense (dense_layers)", "never"),
     ]
     same = understood_table(profile("0-1=1.5"), TINY)
-    assert list(same.rows) == [("0-1", "blocks.0", "sol_attn, tau 1.5 diag", "never")]
+    assert list(same.rows) == [("0-1", "blocks.0 to blocks.1", "sol_attn, tau 1.5 diag", "never")]
 
 
 # -- comparing ----------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_the_number_of_videos_is_known_beforehand():
         ((), ("disc",), (0,), "must be one, or two"),
         (("dense",), ("disc",), (0,), "none of dense, dense_control"),
         (("a", "a"), ("disc",), (0,), "must be two names"),
-        (("a",), ("cat",), (0,), "known names are"),
+        (("a",), ("cat",), (0,), "prompts holds 'cat': known names are disc, square"),
         (("a",), ("disc",), (0, 0), "without repeats"),
     ],
 )

@@ -210,9 +210,10 @@ def test_the_capture_command_prints_predicted_and_real_bytes(weights: Path, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layers", "0,x"], "--layers 0,x: expected integers such as 0,2,4"),
+        (["--layers", "0,x"], "--layers 0,x: expected integers from 0 on, such as 0,2,4"),
         (["--at-steps", ""], "--at-steps : expected integers"),
         (["--grid", "8,16"], "--grid 8,16: expected three sizes"),
+        (["--grid", "0,16,16"], "--grid 0,16,16: expected three sizes t,h,w such as 8,16,16, each"),
         (["--device", "toaster"], "device='toaster': must be auto, cpu, cuda"),
         (
             ["--limit-mb", "0", "--steps", "3", "--layers", "0", "--at-steps", "0"],

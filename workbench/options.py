@@ -14,7 +14,7 @@ def integers(option: str, text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{option} {text}: expected integers such as 0,2,4")
+        raise ValueError(f"{option} {text}: expected integers from 0 on, such as 0,2,4")
     return tuple(int(part) for part in parts)
 
 
@@ -24,11 +24,11 @@ def three_sizes(
     """``8,16,16`` -> (8, 16, 16).
 
     Raises:
-        ValueError: another number of sizes; the example says what they are.
+        ValueError: another number of sizes, or one below 1; the example says what they are.
     """
     sizes = integers(option, text)
-    if len(sizes) != 3:
-        raise ValueError(f"{option} {text}: expected three sizes {example}")
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise ValueError(f"{option} {text}: expected three sizes {example}, each at least 1")
     return sizes[0], sizes[1], sizes[2]
 
 

@@ -39,24 +39,27 @@ def denoising_times(steps: int, shift: float = 3.0) -> list[float]:
     return [shift * t / (shift * t + (1 - t)) for t in even]
 
 
-def class_indices(labels: Sequence[int | str], classes: int = len(CLASS_NAMES)) -> list[int]:
-    """Classes given by index or by name, as indices.
+def class_indices(
+    labels: Sequence[int | str], classes: int = len(CLASS_NAMES), *, name: str = "labels"
+) -> list[int]:
+    """Classes given by index or by name, as indices; `name` is what errors call the list.
 
     Raises:
         ValueError: for an empty list, an unknown name or an index out of range.
     """
     if isinstance(labels, str) or len(labels) == 0:
-        raise ValueError(f"labels={labels!r}: must be a non-empty list of indices or names")
-    return [_class_index(label, classes) for label in labels]
+        raise ValueError(f"{name}={labels!r}: must be a non-empty list of indices or names")
+    return [_class_index(label, classes, name) for label in labels]
 
 
-def _class_index(label: int | str, classes: int) -> int:
+def _class_index(label: int | str, classes: int, name: str) -> int:
     if isinstance(label, str):
         if label not in CLASS_NAMES[:classes]:
-            raise ValueError(f"labels holds {label!r}: known names are {CLASS_NAMES[:classes]}")
+            known = ", ".join(CLASS_NAMES[:classes])
+            raise ValueError(f"{name} holds {label!r}: known names are {known}")
         return CLASS_NAMES.index(label)
     if isinstance(label, bool) or not 0 <= int(label) < classes:
-        raise ValueError(f"labels holds {label!r}: must be an index from 0 to {classes - 1}")
+        raise ValueError(f"{name} holds {label!r}: must be an index from 0 to {classes - 1}")
     return int(label)
 
 

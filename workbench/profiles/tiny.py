@@ -84,7 +84,13 @@ class TinyVideo:
             TypeError, ValueError: no class of that name, a repeat, or another wrong argument.
         """
         check_sampling(
-            prompts, tuple(seeds), self.grid, self.steps, guidance=self.guidance, shift=self.shift
+            prompts,
+            tuple(seeds),
+            self.grid,
+            self.steps,
+            guidance=self.guidance,
+            shift=self.shift,
+            name="prompts",
         )
 
     def sample(self, prompt: str, seed: int, profile: Profile | None) -> Run:

@@ -87,7 +87,7 @@ def understood_table(profile: Profile, model: VideoModel) -> Table:
         (
             "" if agree else run[0].part,
             _numbers(run),
-            run[0].module,
+            _modules(run),
             run[0].does,
             _phase(run[0].dense_steps, steps),
         )
@@ -129,6 +129,11 @@ def _formats(knobs: dict[str, object]) -> str:
     if not isinstance(recipe, tuple):
         return ""
     return f", qk {recipe[0]}, v {recipe[1]}"
+
+
+def _modules(run: Sequence[LayerPlan]) -> str:
+    first, last = run[0].module, run[-1].module
+    return first if len(run) == 1 else f"{first} to {last}"
 
 
 def _numbers(run: Sequence[LayerPlan]) -> str:

@@ -63,22 +63,23 @@ def check_sampling(
     *,
     guidance: float,
     shift: float,
+    name: str = "labels",
 ) -> None:
     """Refuses videos that cannot be sampled.
 
     Args:
-        labels, seeds: at least one of each, without repeats.
+        labels, seeds: at least one of each, without repeats. name: of the first, in errors.
         grid, steps, guidance, shift: as of :class:`SampleSettings`.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
     """
-    class_indices(labels)
+    class_indices(labels, name=name)
     denoising_times(steps, shift)
     checks.finite_number("guidance", guidance)
     for axis, size in zip("thw", grid, strict=True):
         checks.integer(f"grid {axis}", size, minimum=1)
-    check_videos(labels, seeds, name="labels")
+    check_videos(labels, seeds, name=name)
 
 
 def check_videos(
