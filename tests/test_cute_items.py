@@ -55,17 +55,16 @@ def test_the_kind_of_a_place_is_that_of_the_list(both, first, second):
     assert found == want
 
 
-def own_entries(stages: int, group: int, counts: list[tuple[int, int, int]]):
+def own_entries(stages: int, group: int, counts: list[tuple[int, int, int]], ahead=True):
     """What a group finds for each item of a program, and one entry too many, in turn."""
+    shapes = SimpleNamespace(stages=stages, ahead=ahead)
     use, phases = 0, 0
     for both, first, second in counts:
         total = both + (second if group else first)
         at = SimpleNamespace(both=both, group=group, fewer=min(first, second), total=total)
         stage, found = use % stages - 1, []
         for n in range(total + 2):  # the walk looks two entries ahead
-            entry, phases = plain("next_entry")(
-                SimpleNamespace(stages=stages, ahead=True), at, n, stage, phases
-            )
+            entry, phases = plain("next_entry")(shapes, at, n, stage, phases)
             stage = entry[0]
             found.append(tuple(int(x) for x in entry))
         assert all(0 <= entry[0] < stages for entry in found)
@@ -74,13 +73,18 @@ def own_entries(stages: int, group: int, counts: list[tuple[int, int, int]]):
 
 
 @pytest.mark.parametrize("group", [0, 1])
-@pytest.mark.parametrize("stages", [5, 6, 8])
-def test_a_group_waits_for_its_own_entries_and_no_other(stages, group):
+@pytest.mark.parametrize(
+    ("stages", "ahead"), [(5, True), (6, True), (8, True), (3, False), (6, False)]
+)
+def test_a_group_waits_for_its_own_entries_and_no_other(stages, ahead, group):
+    """Tiles of 128 keys, which are not multiplied ahead, are all of both groups."""
     draw = random.Random(stages * 2 + group)
     counts = [COUNTS[0], *(draw.choice(COUNTS) for _ in range(300))]
+    if not ahead:
+        counts = [(both, 0, 0) for both, _, _ in counts]
     # Each filling of a stage completes a phase of the barrier of its kind.
     use, fillings = 0, Counter()
-    for (both, first, second), found in zip(counts, own_entries(stages, group, counts)):
+    for (both, first, second), found in zip(counts, own_entries(stages, group, counts, ahead)):
         want = []
         for kind in kinds_of(both, first, second):
             stage = use % stages

@@ -384,3 +384,81 @@ def test_a_misaligned_tensor_is_an_obstacle_and_goes_to_another_implementation()
 def test_a_batch_of_one_with_odd_strides_is_served():
     q, k, v = (x.as_strided(x.shape, (3, *x.stride()[1:])) for x in gaussian(70, heads=1))
     assert_follows_reference(make_problem(q, k, v, want_trace=True))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1087, 1100, 1200])
+def test_votes_of_more_items_than_processors_agree(tokens, causal, tile):
+    """A program votes on item after item; the last pair has one group without a row, or both."""
+    q, k, v = gaussian(tokens, heads=40, key_heads=10)
+    k = k * torch.linspace(2, 0.3, tokens, device=DEVICE)[:, None, None].to(k.dtype)
+    q, k, v = (torch.cat([x, x.flip(1)]) for x in (q, k, v))
+    problem = make_problem(
+        q, k, v, skip_threshold=0.3, skip_tile=(tile, tile), causal=causal, want_trace=True
+    )
+    result, truth = assert_follows_reference(problem)
+    assert truth.skipped is not None
+    assert 0.02 < truth.skipped.density() < 0.98
+    assert result.skipped == truth.skipped
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "keys"), [(1, 1), (1, 700), (70, 300), (65, 129), (128, 65), (300, 70), (700, 1)]
+)
+def test_votes_on_keys_of_another_number_agree(tokens, keys, causal, tile):
+    q, k, v = gaussian(tokens, keys=keys, dim=64)
+    problem = make_problem(
+        q, k, v, skip_threshold=0.6, skip_tile=(tile, tile), causal=causal, want_trace=True
+    )
+    result, truth = assert_follows_reference(problem)
+    assert result.skipped == truth.skipped
+
+
+@pytest.mark.parametrize("row", [0, 15, 16, 63, 64, 127])
+def test_a_row_that_objects_alone_keeps_the_tile_for_both_groups(row):
+    q, k, v = gaussian(256, heads=1)
+    q[..., 0], k[..., 0] = 0, 0
+    k[:, 128:] *= 0.01
+    q[:, row, :, 0], k[:, 200, :, 0] = 10, 10
+    problem = make_problem(q, k, v, skip_threshold=0.5, skip_tile=(128, 128), want_trace=True)
+    result, truth = assert_follows_reference(problem)
+    assert truth.skipped is not None
+    assert truth.skipped.dense()[0, 0].tolist() == [[False, False], [False, True]]
+    assert result.skipped == truth.skipped
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tile_kept_after_a_dropped_one_may_exceed_the_maximum_by_the_threshold_twice(dtype):
+    """A reference that trails as far as it may, then a rise that no row objects to, twice."""
+    limit = math.log2(cute.MOST_THRESHOLD[dtype])
+    trails = 7.8 if limit < 7 else 0.0
+    q, k, v = gaussian(384, heads=1, dtype=dtype)
+    height = [0, 0, trails, trails, trails + limit - 0.3, trails + 2 * limit - 0.6]
+    height = torch.tensor(height, device=DEVICE).repeat_interleave(64)
+    q, k = 0.02 * q, 0.02 * k
+    q[..., 0], k[..., 0] = 8, height[:, None] * math.log(2) * 128**0.5 / 8
+    problem = make_problem(q, k, v, skip_threshold=2.0**limit, skip_tile=(64, 64), want_trace=True)
+    result, truth = assert_follows_reference(problem)
+    assert truth.skipped is not None
+    assert truth.skipped.dense()[0, 0, :, 4:].tolist() == 6 * [[True, False]]
+    assert result.skipped == truth.skipped
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("tile", TILES)
+def test_a_key_that_is_no_number_keeps_its_tile(tile, sign):
+    """Maxima are compared as integers, of which what a product makes of it must be the largest."""
+    q, k, v = gaussian(4 * tile, heads=1)
+    k[:, 2 * tile : 3 * tile] *= 0.01
+    settings: Settings = {"skip_threshold": 0.5, "skip_tile": (tile, tile), "want_trace": True}
+    clean, _ = assert_follows_reference(make_problem(q, k, v, **settings))
+    assert clean.skipped is not None
+    assert clean.skipped.dense()[..., 2].all()
+    k[:, 2 * tile + 5, :, 7] = math.copysign(math.nan, sign)
+    result = launch.run(make_problem(q, k, v, **settings))
+    assert result.skipped is not None
+    assert not result.skipped.dense()[..., 2].any()
+    assert result.out.isnan().all()

@@ -40,6 +40,7 @@ def walk_ahead(
     first, second = work.p, cute.make_fragment_like(work.p)
     if total > 0:
         tile = steps.tile_of(work, before)
+        cute.arch.sync_warp()  # every lane has read it before one gives its place away
         steps.release(work, work.call.bars.k_empty + before[0])
         now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
         after, phases = next_entry(shapes, at, Int32(2), now[0], phases)

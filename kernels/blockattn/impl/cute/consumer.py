@@ -44,8 +44,8 @@ def _consume(shapes: Shapes, work: Any, target: Any):
     call, g = work.call, work.g
     use, q_phase, phases, taken = Int32(0), Int32(0), Int32(0), Int32(0)
     work.votes[0] = Int32(0)
-    votes = shapes.variant.skip is not None
-    if const_expr(not votes):
+    voting = shapes.variant.skip is not None
+    if const_expr(not voting):
         if g == 1:
             pass_turn(work)  # the first group begins
     is_item, place, counts = announced(call, work.lane, taken)
@@ -53,10 +53,10 @@ def _consume(shapes: Shapes, work: Any, target: Any):
         at = _rows(shapes, work, place, counts, use)
         softmax.clear(work)
         cute.arch.mbarrier_wait(call.bars.q_full + g, q_phase)
-        if const_expr(votes):
-            phases = walk_voting(shapes, work, at, at.total, phases)
+        if const_expr(voting):
+            phases = walk_voting(shapes, work, at, phases)
         else:
-            phases = walk(shapes, work, at, at.total, phases)
+            phases = walk(shapes, work, at, phases)
         softmax.finish(work)
         _write(shapes, work, at, target)
         if work.thread < WARP:

@@ -36,8 +36,8 @@ class Shapes:
         columns: keys of a tile: 64 for routes and padded blocks, else 128.
         ahead: scores of the next entry are multiplied under the softmax too, and Q is an operand
             from registers: read from shared memory for every product of 64 x 64, it would take all
-            of its bandwidth. Otherwise the products of the two groups alternate, so that one
-            multiplies while the other does its softmax.
+            of its bandwidth. Otherwise, where nothing votes, the products of the two groups
+            alternate, so that one multiplies while the other does its softmax.
         stages: tiles of K, and of V, in flight.
     """
 
@@ -75,7 +75,7 @@ class Shapes:
         return wgmma.shared_layout(self.element, self.columns, self.variant.dim, self.stages)
 
     def arrivals(self, name: str) -> int:
-        """Arrivals that end a phase of a barrier: the fetching thread, or every warp that reads."""
+        """Arrivals that end a phase of a barrier: the fetching thread, or every warp that reads or votes."""
         if name.endswith("full"):
             return 1
         if name == "item_empty":

@@ -9,7 +9,7 @@ V, and two that compute, each 64 query rows of the pair (two query blocks of a r
             5 stages of 64 keys; with 3 of 128 the output lies where Q was.
   Registers 24 for the fetching group, 240 for the others: 64 accumulate the output (D = 128); two
             sets of 32, or one of 64, hold scores, as many bits of two sets probabilities; 32 hold Q
-            where it is an operand from registers. With votes on tiles of 128 keys there are two
+            where it is an operand from registers. With votes on key tiles of 128 there are two
             sets of 64, and probabilities take the place of their scores.
   Sharing   Both groups walk one ring. A pair's entries come in the order: summaries of the tail,
             key blocks of both query blocks, then those of one alone in turn. From the three counts
@@ -23,7 +23,8 @@ V, and two that compute, each 64 query rows of the pair (two query blocks of a r
 Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to release):
   item_full[n]    groups and the warp that fetches V for the item that the other begins;
                   item_empty[n] the other way
-  q_full[g]       group g for its Q; q_empty[g] producer until the 4 warps of g have read it
+  q_full[g]       group g for its Q; q_empty[g] producer until the 4 warps of g have read it, and, where
+                  the output lies there, until that has left
   k_full[s][kind] groups for K, and its number; kind: entry of both groups, of the first, of the
                   second, because a group cannot tell phases in which it has no part
   k_empty[s]      producer until both groups have multiplied
@@ -31,7 +32,7 @@ Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to
   vote[g]         warps of g for all notes on an entry; vote[0] those of both groups, where they
                   decide together
 Named barriers 1 and 2: a group around its output tile, which leaves by TMA; 3 and 4: whose turn it
-is to multiply; 5 and 6: padding of V blanked; 8 and 9: a vote within a route.
+is to multiply; 5 and 6: padding of V blanked; 8 and 9: a vote on tiles by blocks.
 The reference of a row is kept in raw units (q . k); the scale enters inside exp2 only.
 """
 

@@ -2,7 +2,7 @@
 
 Where the verdict is wanted at once (``ahead``), a barrier of the group brings it. Where it is read
 later (``voting``), each warp leaves a note of what its rows object to and arrives; by the time the
-notes are read, all are there. An entry then holds one voting tile of 128 keys, on which both groups
+notes are read, most are there. An entry then holds one voting tile of 128 keys, on which both groups
 decide together, or two of 64, on which each group decides for itself. Whether a row objects to the
 second of two depends on the fate of the first, so that a note answers for both.
 """
@@ -63,22 +63,23 @@ def cast(shapes: Shapes, work: Any, at: Any, scores: Any, own: Any) -> Any:
         for r in cutlass.range_constexpr(2):
             own[r, part] = largest[r]
     rows = softmax.coordinates(work.thr_qk, shapes.columns)
-    first, dropped, kept = Boolean(False), Boolean(False), Boolean(False)
+    first, if_dropped, if_kept = Boolean(False), Boolean(False), Boolean(False)
     for r in cutlass.range_constexpr(2):
         alive, peak = at.row + rows[r, 0][0] < work.call.queries, work.peak[r]
         objects, top = _gains(work, own[r, 0], peak), softmax.higher(peak, own[r, 0])
         first = first | (alive & _seen(own[r, 0]) & objects)
         sure[r] = top if objects else peak
         if const_expr(parts == 2):
-            dropped = dropped | (alive & _seen(own[r, 1]) & _gains(work, own[r, 1], peak))
+            objects = _gains(work, own[r, 1], peak)
+            if_dropped = if_dropped | (alive & _seen(own[r, 1]) & objects)
             objects = _gains(work, own[r, 1], top)
-            kept = kept | (alive & _seen(own[r, 1]) & objects)
+            if_kept = if_kept | (alive & _seen(own[r, 1]) & objects)
             top = softmax.higher(sure[r], own[r, 1])
             sure[r] = top if objects else sure[r]
     note = Int32(1) if cute.arch.vote_any_sync(first) else Int32(0)
     if const_expr(parts == 2):
-        note += Int32(2) if cute.arch.vote_any_sync(dropped) else Int32(0)
-        note += Int32(4) if cute.arch.vote_any_sync(kept) else Int32(0)
+        note += Int32(2) if cute.arch.vote_any_sync(if_dropped) else Int32(0)
+        note += Int32(4) if cute.arch.vote_any_sync(if_kept) else Int32(0)
     notes, votes = work.call.notes, work.votes
     votes[0] = votes[0] + 1
     if work.lane == 0:

@@ -2,7 +2,7 @@
 
 A verdict is read while the scores of the next entry are multiplied, and the probabilities of kept
 tiles are computed under that product; maxima and notes on the next entry under the product with the
-values. So a group waits for no vote, and a dropped tile costs its scores and their maxima. Two sets
+values. So a group seldom waits for a vote, and a dropped tile costs its scores and their maxima. Two sets
 of scores change roles; nothing is in flight when a step ends. The groups take no turns: neither
 fills the matrix unit.
 """
@@ -22,8 +22,9 @@ from blockattn.impl.cute.shapes import ROWS, Shapes
 
 
 @cute.jit
-def walk_voting(shapes: Shapes, work: Any, at: Any, total: Int32, phases: Int32) -> Int32:
+def walk_voting(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
     """Folds every entry of an item into the softmax state and the accumulator."""
+    total = at.total
     one, two = (
         cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
         for _ in range(2)

@@ -1,4 +1,4 @@
-"""The loop over the entries of an item in tiles of 128 keys (CuTe DSL).
+"""The loop over the entries of an item in tiles of 128 keys on which nobody votes (CuTe DSL).
 
 An entry's scores are multiplied together with the values of the entry before, whose product then
 runs under the softmax. The products of the two groups alternate, so that one multiplies while the
@@ -22,8 +22,9 @@ TURN_BARRIER = 3
 
 
 @cute.jit
-def walk(shapes: Shapes, work: Any, at: Any, total: Int32, phases: Int32) -> Int32:
+def walk(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
     """Folds every entry of an item into the softmax state and the accumulator."""
+    total = at.total
     scores = cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
     spare = cute.make_fragment_like(work.p)  # probabilities, while those before are multiplied
     if total > 0:
