@@ -19,8 +19,8 @@ from blockattn.problem import Problem, Result
 SUMMARY = "attention for Hopper in CuTe DSL"
 BLOCK = (64, 64)
 SKIP_TILES = ((64, 64), (128, 128))
-# A tile that is kept for another row may exceed a row's maximum by the square of the threshold: with
-# the lag of its reference, by 2^14 in float16 and 2^88 in bfloat16.
+# A tile that is kept for another row may exceed a row's maximum by the square of the threshold;
+# with the lag of its reference, by 2^14 in float16 and 2^88 in bfloat16.
 MOST_THRESHOLD = {torch.bfloat16: 2.0**40, torch.float16: 8.0}
 MAJORS = (9,)
 ARCH = "sm_90a"

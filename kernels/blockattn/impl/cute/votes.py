@@ -2,9 +2,9 @@
 
 Where the verdict is wanted at once (``ahead``), a barrier of the group brings it. Where it is read
 later (``voting``), each warp leaves a note of what its rows object to and arrives; by the time the
-notes are read, most are there. An entry then holds one voting tile of 128 keys, on which both groups
-decide together, or two of 64, on which each group decides for itself. Whether a row objects to the
-second of two depends on the fate of the first, so that a note answers for both.
+notes are read, most are there. An entry then holds one voting tile of 128 keys, on which both
+groups decide together, or two of 64, on which each group decides for itself. Whether a row objects
+to the second of two depends on the fate of the first, so that a note answers for both.
 """
 
 from __future__ import annotations

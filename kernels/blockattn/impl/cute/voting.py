@@ -2,9 +2,9 @@
 
 A verdict is read while the scores of the next entry are multiplied, and the probabilities of kept
 tiles are computed under that product; maxima and notes on the next entry under the product with the
-values. So a group seldom waits for a vote, and a dropped tile costs its scores and their maxima. Two sets
-of scores change roles; nothing is in flight when a step ends. The groups take no turns: neither
-fills the matrix unit.
+values. So a group seldom waits for a vote, and a dropped tile costs its scores and their maxima.
+Two sets of scores change roles; nothing is in flight when a step ends. The groups take no turns:
+neither fills the matrix unit.
 """
 
 from __future__ import annotations
