@@ -75,7 +75,7 @@ class Shapes:
         return wgmma.shared_layout(self.element, self.columns, self.variant.dim, self.stages)
 
     def arrivals(self, name: str) -> int:
-        """Arrivals that end a phase of a barrier: the fetching thread, or warps that read or vote."""
+        """Arrivals that end a phase of a barrier: the fetching thread, or warps that do."""
         if name.endswith("full"):
             return 1
         if name == "item_empty":

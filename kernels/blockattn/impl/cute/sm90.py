@@ -23,7 +23,7 @@ V, and two that compute, each 64 query rows of the pair (two query blocks of a r
 Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to release):
   item_full[n]    groups and the warp that fetches V for the item that the other begins;
                   item_empty[n] the other way
-  q_full[g]       group g for its Q; q_empty[g] producer until the 4 warps of g have read it, and the
+  q_full[g]       group g for its Q; q_empty[g] producer until its 4 warps have read it, and the
                   output that lies there has left
   k_full[s][kind] groups for K, and its number; kind: entry of both groups, of the first, of the
                   second, because a group cannot tell phases in which it has no part
