@@ -389,6 +389,8 @@ def test_the_closer_profile_is_named_first_with_its_density():
 def test_two_pairs_are_too_few():
     few = made({"a": [0.2, 0.2], "b": [0.1, 0.1]}, {"a": 0.5, "b": 0.25})
     assert "2 pairs are too few for a verdict (3 are needed)" in verdict(few)
+    one = made({"a": [0.2], "b": [0.1]}, {"a": 0.5, "b": 0.25})
+    assert "1 pair is too few for a verdict (3 are needed)" in verdict(one)
 
 
 def test_profiles_that_compute_the_same_are_called_equal():

@@ -41,7 +41,7 @@ def _of_two(found: Comparison) -> str:
         same = f"{one} and {other} are equally far from dense in every pair"
         return f"{same}, {_at_densities(found, one, other)}."
     if gap.interval is None:
-        few = f"{gap.values.count} pairs are too few for a verdict ({FEWEST} are needed)"
+        few = _too_few(gap.values.count)
         mean = f"the relative L2 of {one} minus that of {other} is {gap.values.mean:+.3g}"
         return f"{few}: {mean} on average, {_at_densities(found, one, other)}."
     if not gap.differs:
@@ -63,12 +63,17 @@ def _of_one(found: Comparison) -> str:
     at = f"at density {_density(found, name):.3f}"
     start = f"{name} moves the video by a relative L2 of {own.mean:.3g} from dense {at}"
     if gap.interval is None:
-        return f"{start}; {gap.values.count} pairs are too few for a verdict ({FEWEST} are needed)."
+        return f"{start}; {_too_few(gap.values.count)}."
     if gap.interval[0] <= 0:
         exact = "no farther from dense than a second exact implementation does"
         return f"{name} moves the video {exact}, {at} ({_interval(gap)})."
     above = f"above rounding by {gap.values.mean:.3g} ({_interval(gap)})"
     return f"{start}, {above}{_share(found, gap)}."
+
+
+def _too_few(pairs: int) -> str:
+    counted = "1 pair is" if pairs == 1 else f"{pairs} pairs are"
+    return f"{counted} too few for a verdict ({FEWEST} are needed)"
 
 
 def _interval(gap: Difference) -> str:
