@@ -81,6 +81,7 @@ def compile_attention(
     config = launch.configuration(
         divmod(capability, 10),
         plain=plain,
+        causal=flags.get("CAUSAL", False),
         skip_tile=skip_tile if flags.get("SKIP") else None,
     )
     descriptors = capability >= 90

@@ -60,6 +60,7 @@ def configure(problem: Problem) -> Config:
     return configuration(
         capability_of(problem.q.device),
         plain=problem.plain,
+        causal=problem.causal,
         skip_tile=skip_tile,
     )
 
@@ -68,18 +69,19 @@ def configuration(
     capability: tuple[int, int],
     *,
     plain: bool,
+    causal: bool = False,
     skip_tile: tuple[int, int] | None = None,
 ) -> Config:
     """The configuration of an architecture.
 
     Args:
         capability: compute capability, major and minor.
-        plain: dense attention, without a skip vote.
+        plain: dense attention, without a skip vote; causal: with the causal mask.
         skip_tile: of the vote, where there is one.
     """
     if capability[0] not in (9, 10):  # 99 kB of shared memory, products in registers
         return Config(rows=64, columns=64, warps=8, stages=2)
-    if plain:
+    if plain and (causal or capability[0] == 10):
         return Config(rows=128, columns=128, warps=8, stages=3)
     hopper_votes = capability[0] == 9 and skip_tile is not None
     if skip_tile == (128, 128):  # with more stages registers spill on 10.x
