@@ -86,9 +86,9 @@ def largest(scores: Any) -> Any:
 def largest_or_nan(scores: Any) -> Any:
     """Largest score of each row; not a number where one of them is not.
 
-    For votes, which need it of every entry: compared as integers, of which Hopper takes three at once. Bits have the order of the numbers
-    while the largest is positive; of negative numbers the lowest bits are wanted. NaN as a product
-    gives it has the highest.
+    For votes, which need it of every entry: compared as integers, of which Hopper takes three at
+    once. Bits have the order of the numbers while the largest is positive; of negative numbers the
+    lowest bits are wanted. NaN as a product gives it has the highest.
     """
     bits, found = rows_of(cute.recast_tensor(scores, Int32)), per_row()
     top = cute.recast_tensor(found, Int32)
