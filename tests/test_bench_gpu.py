@@ -712,6 +712,12 @@ def test_a_report_that_is_none_is_refused(tmp_path):
         assert message in str(done.exception)
 
 
+def test_a_report_that_is_not_there_is_refused_with_the_way_to_make_one(tmp_path):
+    done = CliRunner().invoke(app, ["bench", "draw", str(tmp_path / "no.json"), "a.png"])
+    assert isinstance(done.exception, FileNotFoundError)
+    assert "no.json': no such file; make one with `workbench bench gpu" in str(done.exception)
+
+
 def test_it_starts_without_the_packages_of_the_command_line():
     code = (
         "import sys\n"

@@ -41,6 +41,10 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         made = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"report={str(path)!r}: no such file; make one with `workbench bench gpu --json FILE`"
+        ) from error
     except json.JSONDecodeError as error:
         raise ValueError(f"report={str(path)!r}: is not JSON ({error})") from error
     if not isinstance(made, dict) or not isinstance(made.get("rows"), dict):
