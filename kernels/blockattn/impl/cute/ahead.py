@@ -104,7 +104,7 @@ def _first(
     steps.start_keys(work, after, coming)
     n, kept = Int32(0), Int32(1)
     void, weight = _mask(shapes, work, at, n, tile, scores)
-    own = softmax.largest(scores)
+    own = _largest(shapes, scores)
     if const_expr(shapes.variant.skip is not None):
         kept = _vote(shapes, work, at, own, n, tile)
     if kept != 0:
@@ -149,7 +149,7 @@ def _step(
         raised = softmax.fold_unseen(shapes, work, scores, p, weight, shrink)
         _weigh(shapes, work, n, scores, weight)
     else:
-        own = softmax.largest(scores)
+        own = _largest(shapes, scores)
         kept = _vote(shapes, work, at, own, n, tile)
         if kept != 0:
             raised = softmax.follow(work, work.peak, shrink)
@@ -188,6 +188,13 @@ def _weigh(shapes: Shapes, work: Any, n: Int32, scores: Any, weight: Any):
     if const_expr(shapes.variant.tail):
         if weight == 0.0:
             summaries.weigh(shapes, work, n, scores)
+
+
+def _largest(shapes: Shapes, scores: Any) -> Any:
+    """Largest score of each row, as the vote wants it where there is one."""
+    if shapes.variant.skip is None:
+        return softmax.largest(scores)
+    return softmax.largest_or_nan(scores)
 
 
 @cute.jit

@@ -75,11 +75,20 @@ def keep_past(scores: Any, thr_mma: Any, shift: Int32):
 
 @cute.jit
 def largest(scores: Any) -> Any:
+    """Largest score of each row."""
+    s, found = rows_of(scores), per_row()
+    for r in cutlass.range_constexpr(2):
+        found[r] = _extreme(s[r, None], higher)
+    return found
+
+
+@cute.jit
+def largest_or_nan(scores: Any) -> Any:
     """Largest score of each row; not a number where one of them is not.
 
-    Compared as integers, of which Hopper takes three at once. Bits have the order of the numbers
-    while the largest is positive; of negative numbers the lowest bits are wanted. NaN as a product
-    gives it has the highest.
+    For votes, which need it of every entry: compared as integers, of which Hopper takes three at
+    once. Bits have the order of the numbers while the largest is positive; of negative numbers the
+    lowest bits are wanted. NaN as a product gives it has the highest.
     """
     bits, found = rows_of(cute.recast_tensor(scores, Int32)), per_row()
     top = cute.recast_tensor(found, Int32)
@@ -92,8 +101,8 @@ def largest(scores: Any) -> Any:
     return found
 
 
-def _extreme(row: Any, choose: Any) -> Int32:
-    """The largest or smallest integer of a row, which four threads share."""
+def _extreme(row: Any, choose: Any) -> Any:
+    """The largest or smallest of a row, which four threads share."""
     found = [row[0], row[1]]
     for j in range(2, cute.size(row)):
         found[j % 2] = choose(found[j % 2], row[j])

@@ -59,7 +59,7 @@ def cast(shapes: Shapes, work: Any, at: Any, scores: Any, own: Any) -> Any:
     """
     parts, sure = shapes.voting_tiles, softmax.per_row()
     for part in cutlass.range_constexpr(parts):
-        largest = softmax.largest(part_of(scores, part, parts))
+        largest = softmax.largest_or_nan(part_of(scores, part, parts))
         for r in cutlass.range_constexpr(2):
             own[r, part] = largest[r]
     rows = softmax.coordinates(work.thr_qk, shapes.columns)

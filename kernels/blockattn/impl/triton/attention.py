@@ -1,9 +1,10 @@
 """One attention kernel family: full range or route, tail, skip vote, causal, split-KV (Triton).
 
-Plan. A program owns ROWS queries of a head (64 for a route, 128 for dense) and walks key tiles of
-COLUMNS keys: QK^T into registers, online softmax with a float32 state, P rounded to the inputs'
-dtype, PV into registers. The list of a routed row is read one entry ahead of the loads it steers
-(the loop is software-pipelined, STAGES tiles of K and V in flight), so there is no serial bit walk.
+Plan. A program owns ROWS queries of a head (64, or 128 where that is faster for dense) and walks
+key tiles of COLUMNS keys: QK^T into registers, online softmax with a float32 state, P rounded to
+the inputs' dtype, PV into registers. The list of a routed row is read one entry ahead of the loads
+it steers (the loop is software-pipelined, STAGES tiles of K and V in flight), so there is no serial
+bit walk.
 On GPUs with a tensor memory accelerator K and V come through descriptors, which also zero what lies
 past the sequence. Three walks share one body, so that flags that are off cost nothing:
   tail    64 summaries at a time, columns of exact blocks at -inf, row sum weighted by block length;

@@ -81,6 +81,7 @@ def compile_attention(
     config = launch.configuration(
         divmod(capability, 10),
         plain=plain,
+        causal=flags.get("CAUSAL", False),
         skip_tile=skip_tile if flags.get("SKIP") else None,
     )
     descriptors = capability >= 90
@@ -104,12 +105,12 @@ def compile_attention(
     return _compile(attention.attention, capability, constants, config.warps, element, source)
 
 
-def compile_vote_groups(head_dim: int = 128, element: str = "bf16", **flags: bool) -> Resources:
+def compile_vote_groups(element: str = "bf16", **flags: bool) -> Resources:
     """The vote by groups, which is for 9.0 alone; ``flags`` as for :func:`compile_attention`."""
     config = launch.GROUPED
     constants = dict.fromkeys(_switches(vote_groups.vote_groups), False) | flags
-    constants |= {"D": head_dim, "STAGES": config.stages}
-    tile = f"[1, {config.rows}, 1, {head_dim}]"
+    constants |= {"D": 128, "STAGES": config.stages}
+    tile = f"[1, {config.rows}, 1, 128]"
     return _compile(
         vote_groups.vote_groups, 90, constants, config.warps, element,
         lambda name: f"tensordesc<{element}{tile},{vote_groups.LAYOUT!r}>",
