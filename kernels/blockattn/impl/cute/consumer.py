@@ -190,8 +190,8 @@ def _write(shapes: Shapes, work: Any, at: Any, target: Any):
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), shapes.element)
     tiled = cute.make_tiled_copy_C(atom, work.mma_pv)
     own = tiled.get_slice(softmax.fresh(work.thread))
-    if const_expr(not shapes.ahead):  # products of other warps may still read Q
-        cute.arch.barrier(barrier_id=OUTPUT_BARRIER + g, number_of_threads=GROUP)
+    # Products of other warps may still read Q, or the store before this one what it finds there.
+    cute.arch.barrier(barrier_id=OUTPUT_BARRIER + g, number_of_threads=GROUP)
     cute.copy(tiled, own.retile(rounded), own.partition_D(target.shared[None, None, g]))
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=OUTPUT_BARRIER + g, number_of_threads=GROUP)
