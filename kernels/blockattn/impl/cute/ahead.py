@@ -45,6 +45,7 @@ def walk_ahead(
         now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
         after, phases = next_entry(shapes, at, Int32(2), now[0], phases)
         kept, void, tile = _first(shapes, work, at, tile, now, total > 1, two, second, one)
+        steps.free_rows(work)  # by now the output before has been read
         left = total - 1  # entries whose probabilities are not computed yet
         for _ in cutlass.range((left - 1) // 2, unroll=1):
             number = total - left
@@ -76,6 +77,8 @@ def walk_ahead(
             _finish(shapes, work, now, kept, void, first)
         else:
             _finish(shapes, work, before, kept, void, second)
+    else:
+        steps.free_rows(work)
     return phases
 
 

@@ -15,7 +15,7 @@ from blockattn.impl.cute.ahead import new_scores, walk_ahead
 from blockattn.impl.cute.items import next_entry, tail_tiles
 from blockattn.impl.cute.producer import announced, tile_ways
 from blockattn.impl.cute.shapes import GROUP, GROUPS, ROWS, WARP, Shapes
-from blockattn.impl.cute.steps import release, start_keys, wait_for_keys
+from blockattn.impl.cute.steps import free_rows, start_keys, wait_for_keys
 from blockattn.impl.cute.voting import walk_voting
 from blockattn.impl.cute.walk import pass_turn, walk
 
@@ -24,12 +24,12 @@ OUTPUT_BARRIER = 1  # and one more for the second group
 
 @cute.jit
 def consume(
-    shapes: Shapes, call: Any, s_q: Any, s_out: Any, s_k: Any, s_v: Any, store_o: Any, out: Any,
-    unit: Float32, final: Float32,
+    shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, store_o: Any, out: Any, unit: Float32,
+    final: Float32,
 ):  # fmt: skip
     """The 64 query rows of a group of every item in turn."""
     work = _new_work(shapes, call, s_q, s_k, s_v, unit, final)
-    target = SimpleNamespace(shared=s_out, store=store_o, out=out)
+    target = SimpleNamespace(shared=s_q, store=store_o, out=out)
     if const_expr(shapes.ahead):
         _consume_ahead(shapes, work, s_q, target)
     else:
@@ -59,9 +59,7 @@ def _consume(shapes: Shapes, work: Any, target: Any):
             phases = walk(shapes, work, at, phases)
         softmax.finish(work)
         _write(shapes, work, at, target)
-        if work.thread < WARP:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        release(work, call.bars.q_empty + g)
+        free_rows(work)
         use = at.use_after
         q_phase ^= 1
         taken += 1
@@ -127,10 +125,8 @@ def _begin(
         cute.arch.mbarrier_wait(work.call.bars.q_full + work.g, taken & 1)
     _read_query(shapes, work, s_q)
     entry, phases = next_entry(shapes, at, Int32(0), at.use % shapes.stages - 1, phases)
-    if is_item != 0:
-        release(work, work.call.bars.q_empty + work.g)
-        if at.total > 0:
-            wait_for_keys(work, entry)
+    if is_item != 0 and at.total > 0:
+        wait_for_keys(work, entry)
     start_keys(work, entry, scores)
     return entry, phases
 
@@ -194,8 +190,7 @@ def _write(shapes: Shapes, work: Any, at: Any, target: Any):
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), shapes.element)
     tiled = cute.make_tiled_copy_C(atom, work.mma_pv)
     own = tiled.get_slice(softmax.fresh(work.thread))
-    if work.thread < WARP:  # the store before this one has read the shared tile
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    # Products of other warps may still read Q, or the store before this one what it finds there.
     cute.arch.barrier(barrier_id=OUTPUT_BARRIER + g, number_of_threads=GROUP)
     cute.copy(tiled, own.retile(rounded), own.partition_D(target.shared[None, None, g]))
     cute.arch.fence_view_async_shared()

@@ -51,9 +51,9 @@ class Shapes:
         """The shapes as measured to be best on an H200."""
         by_blocks = variant.routed or variant.lengths
         columns = BLOCK if by_blocks else 2 * BLOCK
-        rows = GROUPS * ROWS * variant.dim * 2  # bytes of Q, and of the output
+        rows = GROUPS * ROWS * variant.dim * 2  # bytes of Q, whose place the output takes
         ring = 2 * columns * variant.dim * 2
-        stages = min(MOST_STAGES, (SHARED - rows * (2 if by_blocks else 1) - 1024) // ring)
+        stages = min(MOST_STAGES, (SHARED - rows - 1024) // ring)
         return cls(variant, columns, by_blocks, stages)
 
     @property
@@ -106,6 +106,6 @@ class Shapes:
             "entry": words[cutlass.Int32, self.stages],
             "notes": cute.struct.Align[words[cutlass.Int8, 2 * READERS], 4],
             "item": words[cutlass.Int32, SLOTS * WORDS],
-            "q": query, "k": keys, "v": keys, **({"out": query} if self.ahead else {}),
+            "q": query, "k": keys, "v": keys,
         }  # fmt: skip
         return cute.struct(type("Storage", (), {"__annotations__": fields}))

@@ -5,8 +5,8 @@ gets ready for them. It has 384 threads: a warp group of which one warp fetches 
 V, and two that compute, each 64 query rows of the pair (two query blocks of a route).
   Tiles     K and V of COLUMNS keys: 64 for routes and padded blocks, else 128. Q of 64 rows a
             group.
-  Shared    rings of STAGES tiles of K and of V, Q and output of both groups: 224 kB at D = 128 with
-            5 stages of 64 keys; with 3 of 128 the output lies where Q was.
+  Shared    rings of STAGES tiles of K and of V, and Q of both groups, whose place the output takes:
+            224 kB at D = 128 with 6 stages of 64 keys or 3 of 128.
   Registers 24 for the fetching group, 240 for the others: 64 accumulate the output (D = 128); two
             sets of 32, or one of 64, hold scores, as many bits of two sets probabilities; 32 hold Q
             where it is an operand from registers. With votes on key tiles of 128 there are two
@@ -160,9 +160,7 @@ class Attention:
         storage = cutlass.utils.SmemAllocator().allocate(shapes.storage())
         # Made outside every branch, as both branches use them.
         bars = SimpleNamespace(**{name: getattr(storage, name).data_ptr() for name in BARRIERS})
-        s_q = s_out = _shared(storage.q, shapes.query_layout())
-        if const_expr(shapes.ahead):
-            s_out = _shared(storage.out, shapes.query_layout())
+        s_q = _shared(storage.q, shapes.query_layout())
         s_k, s_v = (_shared(x, shapes.key_layout()) for x in (storage.k, storage.v))
         call = SimpleNamespace(
             bars=bars, entry=storage.entry.get_tensor(cute.make_layout(shapes.stages)),
@@ -183,7 +181,7 @@ class Attention:
         else:
             cute.arch.setmaxregister_increase(240)
             unit, final = _number(scale) * LOG2_E, _number(scale_output)
-            consume(shapes, call, s_q, s_out, s_k, s_v, store_o, out, unit, final)
+            consume(shapes, call, s_q, s_k, s_v, store_o, out, unit, final)
 
 
 @cute.jit

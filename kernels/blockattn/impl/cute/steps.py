@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from blockattn.impl.cute import softmax, wgmma
-from blockattn.impl.cute.shapes import GROUP, Shapes
+from blockattn.impl.cute.shapes import GROUP, WARP, Shapes
 
 VALUES_BARRIER = 5  # and one more for the second group
 
@@ -19,6 +19,14 @@ def release(work: Any, barrier: Any):
     """A warp is done reading what the barrier guards."""
     if work.lane == 0:
         cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def free_rows(work: Any):
+    """The place of Q is free, once the output that took it has been read."""
+    if work.thread < WARP:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    release(work, work.call.bars.q_empty + work.g)
 
 
 def wait_for_keys(work: Any, entry: Any) -> None:
