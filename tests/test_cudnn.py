@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blockattn import BlockRoute, BlockSummary, attend, sol_attention
-from blockattn.impl import cudnn, reference, registry, triton
+from blockattn.impl import cudnn, cute, reference, registry, triton
 from blockattn.problem import make_problem
 from tests.adapter_inputs import (
     DEVICE,
@@ -335,7 +335,10 @@ def test_a_replayed_graph_equals_a_launch_bit_for_bit(name):
 
 @pytest.mark.sm90
 @needs_library
-def test_auto_takes_it_for_a_large_mask_on_this_gpu():
+def test_auto_takes_it_for_a_large_mask_unless_the_cute_kernel_is_there():
     q, k, v = draw(16384, heads=24)
     _, trace = attend(q, k, v, random_route(q, k), return_trace=True)
-    assert (trace.impl, trace.reasons) == ("cudnn", ())
+    if cute.obstacles(None):
+        assert (trace.impl, [reason.impl for reason in trace.reasons]) == ("cudnn", ["cute"])
+    else:
+        assert (trace.impl, trace.reasons) == ("cute", ())

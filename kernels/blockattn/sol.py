@@ -233,7 +233,7 @@ def sol_attention(
     Returns:
         The output ``[B, T, Hq, D]``, or ``(output, AttentionTrace)``. In float16 a block of 64
         values of mean 1,024 or more has no summary, as their sum is beyond 65,504: every row that
-        needs it is infinite or NaN, in the Triton kernel other rows too. bfloat16 has the range.
+        needs it is infinite or NaN, on a GPU other rows too. bfloat16 has the range.
 
     Raises:
         TypeError, ValueError, UnsupportedError: before any work is done.

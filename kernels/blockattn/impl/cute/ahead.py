@@ -39,8 +39,7 @@ def walk_ahead(
     (two, one), total = scores, at.total
     first, second = work.p, cute.make_fragment_like(work.p)
     if total > 0:
-        tile = steps.tile_of(work, before)
-        cute.arch.sync_warp()  # every lane has read it before one gives its place away
+        tile = cute.arch.shuffle_sync(_noted_tile(work, before), 0)
         steps.release(work, work.call.bars.k_empty + before[0])
         now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
         after, phases = next_entry(shapes, at, Int32(2), now[0], phases)
@@ -80,6 +79,15 @@ def walk_ahead(
     else:
         steps.free_rows(work)
     return phases
+
+
+@cute.jit
+def _noted_tile(work: Any, entry: Any) -> Int32:
+    """The key tile of an entry, in lane 0: the one that gives its place away at once."""
+    tile = Int32(0)
+    if work.lane == 0:
+        tile = steps.tile_of(work, entry)
+    return tile
 
 
 @cute.jit
