@@ -33,8 +33,8 @@ def obstacles(problem: Problem | None) -> list[str]:
     """Every static reason why the kernel cannot serve a call, or run here at all."""
     if problem is None:
         return gpu_obstacles(None, MAJORS) or _package_obstacles(None)
-    found = gpu_obstacles(problem, MAJORS)
-    found += _tensor_obstacles(problem) + _tile_obstacles(problem)
+    place = gpu_obstacles(problem, MAJORS) or _alignment_obstacles(problem)
+    found = place + _tensor_obstacles(problem) + _tile_obstacles(problem)
     return found or _package_obstacles(problem)
 
 
@@ -70,10 +70,14 @@ def _tensor_obstacles(problem: Problem) -> list[str]:
         found.append(f"dtype {dtype}, serves bfloat16 and float16")
     if dim not in HEAD_DIMS:
         found.append(f"head dim {dim}, serves {' and '.join(map(str, HEAD_DIMS))}")
-    tensors = problem.q, problem.k, problem.v  # read by the tensor memory accelerator
-    if not all(x.stride(3) == 1 and whole_16_bytes(x) for x in tensors):
-        found.append("q, k or v does not lie at whole 16 bytes in memory, or repeats an axis")
     return found
+
+
+def _alignment_obstacles(problem: Problem) -> list[str]:
+    """Whether the tensor memory accelerator of a GPU can read q, k and v."""
+    if all(x.stride(3) == 1 and whole_16_bytes(x) for x in (problem.q, problem.k, problem.v)):
+        return []
+    return ["q, k or v does not lie at whole 16 bytes in memory, or repeats an axis"]
 
 
 def _tile_obstacles(problem: Problem) -> list[str]:
