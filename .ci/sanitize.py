@@ -68,7 +68,7 @@ QUANTISERS: Mapping[str, Call] = {
 def kernels() -> list[str]:
     """Names of the launches whose packages are here."""
     found = [f"triton {name}" for name in (*SPARSE, "quantised")]
-    if all(map(find_spec, ("tvm_ffi", "cutlass", "quack"))):
+    if all(map(find_spec, ("tvm_ffi", "cutlass"))):
         found += [f"cute {name}" for name in SPARSE]
     return found + [f"quantiser {name}" for name in QUANTISERS]
 
