@@ -29,6 +29,7 @@ from workbench.bench import (
     gpu,
     inputs,
     kernel_rows,
+    own,
     parity,
     peers,
     report,
@@ -236,13 +237,17 @@ def test_the_skip_vote_is_measured_against_the_faster_of_two_dense_tilings(run, 
     assert kernel_rows.skip_rows(run, {7})[0].measured["triton"] == pytest.approx(10 / 5)
 
 
-def test_a_row_about_the_vote_names_the_kernel_that_serves_it(run):
+@pytest.mark.parametrize(("groups", "name"), [(True, "vote_groups"), (False, "attention")])
+def test_a_row_about_the_vote_names_the_kernel_that_serves_it(run, monkeypatch, groups, name):
     from blockattn.impl.triton import launch
 
     data = run.bench.qkv("random", TINY.long)
-    case = kernel_rows.skip_case(run, "random", data, 7, 0.0, (64, 64))
     vote = make_problem(*data, skip_threshold=0.0, skip_tile=(64, 64))
-    name = "vote_groups" if launch.votes_in_groups(vote) else "attention"
+    with monkeypatch.context() as other:
+        other.setattr(launch, "votes_in_groups", lambda problem: groups)
+        assert own.kernel_of_vote(vote) == name
+    monkeypatch.setattr(own, "kernel_of_vote", lambda vote: name)
+    case = kernel_rows.skip_case(run, "random", data, 7, 0.0, (64, 64))
     assert f"kernel {name} that of attention" in case.baseline
 
 

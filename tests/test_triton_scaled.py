@@ -225,6 +225,23 @@ def test_nan_reaches_the_rows_that_read_it(qk):
         assert torch.isfinite(out[0, :3]).all()
 
 
+@pytest.mark.parametrize("tokens", [40, 150])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_a_row_with_nan_keeps_its_tiles_a_masked_one_as_well(tokens, causal):
+    q, k, v = make_inputs(tokens, heads=1)
+    k[:, 64:] *= 0.01
+    q[0, -1, 0, 5] = torch.nan
+    operands = quantise_operands(q, k, v, QuantRecipe("mxfp8"), smooth=False)
+    settings: dict[str, Any] = {"skip_threshold": 0.5, "skip_tile": (64, 64), "causal": causal}
+    asked = make_problem(q, k, v, want_trace=True, **settings)
+    skipped = scaled.run(_folded(asked, operands, False, True), SMALL).skipped
+    assert skipped is not None
+    dropped = skipped.dense()[0, 0]
+    assert not dropped[-1].any()
+    assert dropped[:-1, 1:].any() == (tokens > 64)
+
+
 @every_recipe
 def test_the_public_call_runs_on_the_kernel_and_says_what_it_emulated(recipe):
     q, k, v = make_inputs(100, heads=2, key_heads=1)

@@ -124,6 +124,11 @@ class Problem:
         """Dense attention over every key: no route, no skip vote, no padded blocks."""
         return self.algorithm == "dense" and self.block_lengths is None
 
+    @property
+    def skip_limit(self) -> float:
+        """log2(lambda), with which gaps in base-2 units are compared; -inf where nothing drops."""
+        return math.log2(self.skip_threshold) if self.skip_threshold else -math.inf
+
     @cached_property
     def visited(self) -> BlockRoute | None:
         """The route without blocks that lie wholly in a causal call's future."""

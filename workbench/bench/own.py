@@ -63,4 +63,4 @@ def kernel_of_vote(vote: Problem) -> str:
     """The Triton kernel that serves a vote."""
     from blockattn.impl.triton import launch
 
-    return "vote_groups" if launch.configure(vote).groups else "attention"
+    return "vote_groups" if launch.votes_in_groups(vote) else "attention"

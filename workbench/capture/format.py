@@ -25,7 +25,7 @@ SOURCES = ("model", "synthetic")
 PARTS = ("q", "k", "v")
 VIDEO = "video"
 SELECTION = "selection"
-HEADER_DIGEST = "header_sha256"  # files of before have none
+HEADER_DIGEST = "header_sha256"  # older files have none
 ITEM_BYTES = {"BF16": 2, "U8": 1}
 LENGTH_BYTES = 8  # a safetensors file starts with the length of its header, uint64
 
@@ -214,6 +214,7 @@ RESERVED = (
     "format", "version", "source", "title", "grid", "order", "prefix", "suffix", "entries",
     "sha256", "tensor_sha256",
 )  # fmt: skip
+OWN = (*RESERVED, SELECTION, HEADER_DIGEST)  # what details must not be called
 
 
 def tensor_name(layer: int, step: int, part: str) -> str:
@@ -250,7 +251,7 @@ def _honest_title(title: str, source: str) -> str:
 
 def _check_details(details: Mapping[str, str]) -> None:
     for key, value in details.items():
-        if key in (*RESERVED, SELECTION, HEADER_DIGEST):
+        if key in OWN:
             raise ValueError(f"details has {key!r}, which the format itself uses; rename it")
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"details[{key!r}]={value!r}: keys and values must be strings")

@@ -10,7 +10,7 @@ from blockattn import BLOCK, TokenGrid
 from workbench.attention.phase import step_time
 from workbench.capture.format import (
     FORMAT,
-    HEADER_DIGEST,
+    OWN,
     RESERVED,
     SELECTION,
     SOURCES,
@@ -37,7 +37,6 @@ def described(
         ValueError: the header is of another format or version, lacks something, or is damaged.
     """
     _check_format(path, metadata)
-    own = (*RESERVED, SELECTION, HEADER_DIGEST)
     lacking = [key for key in RESERVED if key not in metadata]
     if lacking:
         raise ValueError(f"{path}: the header lacks {lacking}; record it again")
@@ -48,7 +47,7 @@ def described(
             entries=tuple(times),
             source=metadata["source"],
             title=metadata["title"],
-            details={key: value for key, value in metadata.items() if key not in own},
+            details={key: value for key, value in metadata.items() if key not in OWN},
             **{**_sizes(next(iter(times)), shapes), **_selected(metadata)},
         )
     except (ValueError, TypeError, LookupError, StopIteration) as error:

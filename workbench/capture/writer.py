@@ -40,6 +40,8 @@ def check_target(path: Path) -> None:
 def check_size(path: Path, spec: CaptureSpec, limit_bytes: int) -> None:
     """Refuses a capture above the limit, or one that the disk has no room for, before any work.
 
+    What an interrupted recording of it already occupies needs no more room.
+
     Raises:
         ValueError: above the limit. OSError: the disk is too full.
     """

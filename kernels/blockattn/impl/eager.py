@@ -8,8 +8,6 @@ call (:mod:`blockattn.impl.gaps`), and then left out like blocks outside a route
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -75,7 +73,7 @@ def _skipped(problem: Problem, pairs: Tensor) -> BlockRoute:
     factors = [tile // own for tile, own in zip(problem.skip_tile, unit_block(problem))]
     valid = any_of_tiles(pairs, *factors)
     if problem.skip_threshold:
-        drop = valid & (tile_gaps(problem) < math.log2(problem.skip_threshold))
+        drop = valid & (tile_gaps(problem) < problem.skip_limit)
     else:
         drop = torch.zeros_like(valid)  # zero never drops, so nothing needs to be looked at
     return BlockRoute.from_dense(drop, block=problem.skip_tile, seqlens=problem.seqlens)

@@ -8,7 +8,6 @@ section 6, skip_vsa_quant specification sections 1.1 and 2.1.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -144,8 +143,7 @@ def _vote(problem: Problem, state: _State, scores: Tensor, unit: float | Tensor)
     top = scores.amax(dim=-1, keepdim=True)
     # A row whose keys here are all masked has nothing to lose, whatever its reference is.
     gap = torch.where(top == -torch.inf, top, (top - before) * unit)
-    limit = math.log2(problem.skip_threshold) if problem.skip_threshold > 0 else -math.inf
-    return (gap < limit).all(dim=(2, 3))
+    return (gap < problem.skip_limit).all(dim=(2, 3))
 
 
 def _add_tail(problem: Problem, state: _State, q: Tensor, rows: slice, unit, keep: Tensor) -> None:

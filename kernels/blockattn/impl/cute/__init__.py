@@ -74,7 +74,7 @@ def _tensor_obstacles(problem: Problem) -> list[str]:
 
 
 def _alignment_obstacles(problem: Problem) -> list[str]:
-    """Whether the tensor memory accelerator of a GPU can read q, k and v."""
+    """Why the tensor memory accelerator of a GPU cannot read q, k or v."""
     if all(x.stride(3) == 1 and whole_16_bytes(x) for x in (problem.q, problem.k, problem.v)):
         return []
     return ["q, k or v does not lie at whole 16 bytes in memory, or repeats an axis"]
@@ -93,7 +93,8 @@ def _tile_obstacles(problem: Problem) -> list[str]:
         found.append(f"skip_tile={tile} with a route or padded blocks, serves {BLOCK}")
     most = MOST_THRESHOLD.get(problem.q.dtype, math.inf)
     if problem.skip_threshold > most:
-        found.append(f"skip_threshold={problem.skip_threshold:g}, serves at most {most:g}")
+        threshold, dtype = problem.skip_threshold, problem.q.dtype
+        found.append(f"skip_threshold={threshold:g}, serves at most {most:g} in {dtype}")
     if problem.skip_reference != "exact":
         found.append(f"skip_reference={problem.skip_reference!r}, serves 'exact'")
     return found

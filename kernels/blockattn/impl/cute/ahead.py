@@ -35,6 +35,10 @@ def walk_ahead(
 
     Args:
         before: the first entry, whose scores are there, in the first of ``scores``.
+        phases: as of :func:`next_entry`.
+
+    Returns:
+        The phases after the last entry.
     """
     (two, one), total = scores, at.total
     first, second = work.p, cute.make_fragment_like(work.p)

@@ -47,7 +47,9 @@ def stand_ins(variant: Variant) -> tuple[Any, ...]:
     import cutlass
     import cutlass.cute as cute
 
-    element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[variant.dtype]
+    from blockattn.impl.cute.shapes import ELEMENTS
+
+    element = ELEMENTS[variant.dtype]
     batch, queries, keys, heads, key_heads, blocks = (cute.sym_int() for _ in range(6))
 
     def strided(tokens: Any, heads: Any) -> Any:

@@ -88,11 +88,17 @@ def _consume_ahead(shapes: Shapes, work: Any, s_q: Any, target: Any):
         entry, phases = _begin(shapes, work, s_q, after, is_item, taken, phases, scores[0])
         _write(shapes, work, at, target)
         warpgroup.wait_group(0)
-        softmax.move(scores[0], scores[0])
+        softmax.move(scores[0], scores[0])  # read from here on, behind the wait
 
 
 def _rows(shapes: Shapes, work: Any, place: Any, counts: Any, use: Int32) -> Any:
-    """The query rows of the group of an item, and its entries: the first is use number ``use``."""
+    """The query rows of the group of an item, and its entries.
+
+    Returns:
+        batch, head, group; row: the first of the 64. In entries of the ring: use, use_after: number
+        of the first one of this item and of the next; tail: summaries; both: of both groups,
+        summaries included; fewer: of one group alone, in the group that has fewer; total: its own.
+    """
     (pair, head, batch), (both, first, second) = place, counts
     tail = tail_tiles(shapes, work.call)
     return SimpleNamespace(
@@ -134,7 +140,15 @@ def _begin(
 def _new_work(
     shapes: Shapes, call: Any, s_q: Any, s_k: Any, s_v: Any, unit: Float32, final: Float32
 ) -> Any:
-    """What a thread works with: operands, accumulator, softmax state."""
+    """What a thread works with: operands, accumulator, softmax state.
+
+    Returns:
+        g, thread, lane: group, and thread of it. unit: of base-2 logits a raw score; limit: of the
+        vote, in raw scores. Of both rows of the thread: m, l: reference and its share of the sum;
+        peak: running maximum of a vote; factor, lse: result. ragged: the key tile that is not full,
+        or -1; whole: tiles of summaries in front of the first short block. bits: words of the route
+        in use and on their way; votes: how many were cast. The rest are operands of products.
+    """
     thread = cute.arch.thread_idx()[0] - GROUP
     g = cute.arch.make_warp_uniform(thread // GROUP)
     thread = thread % GROUP

@@ -65,14 +65,13 @@ def _launch(
     if tail is not None:
         summaries = tuple(_packed(x) for x in (tail.k_mean, tail.v_sum, tail.lengths))
     lengths = None if problem.block_lengths is None else _packed(problem.block_lengths)
-    limit = math.log2(problem.skip_threshold) if problem.skip_threshold else -math.inf
     programs = processors(out.device)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)  # of items taken
     with torch.cuda.device(out.device):
         kernel(
             *(_regular(x) for x in (problem.q, problem.k, problem.v)), out, lse,
-            index, count, words, *summaries, lengths, dropped, *_scales(problem, variant), limit,
-            programs, counter,
+            index, count, words, *summaries, lengths, dropped, *_scales(problem, variant),
+            problem.skip_limit, programs, counter,
         )  # fmt: skip
     return load
 

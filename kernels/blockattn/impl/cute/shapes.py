@@ -48,7 +48,7 @@ class Shapes:
 
     @classmethod
     def of(cls, variant: Variant) -> Shapes:
-        """The shapes as measured to be best on an H200."""
+        """Tiles as measured to be best on an H200, and as many stages as shared memory holds."""
         by_blocks = variant.routed or variant.lengths
         columns = BLOCK if by_blocks else 2 * BLOCK
         rows = GROUPS * ROWS * variant.dim * 2  # bytes of Q, whose place the output takes
@@ -75,7 +75,7 @@ class Shapes:
         return wgmma.shared_layout(self.element, self.columns, self.variant.dim, self.stages)
 
     def arrivals(self, name: str) -> int:
-        """Arrivals that end a phase of a barrier: the fetching thread, or warps that do."""
+        """Arrivals that end a phase of a barrier: one thread that fetches, or one for each warp."""
         if name.endswith("full"):
             return 1
         if name == "item_empty":

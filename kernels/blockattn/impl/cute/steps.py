@@ -1,4 +1,4 @@
-"""What a warp group does for one entry: waits, products, masks, softmax (CuTe DSL)."""
+"""What a warp group does for one entry: waits, products, masks (CuTe DSL)."""
 
 from __future__ import annotations
 

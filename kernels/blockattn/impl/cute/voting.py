@@ -23,7 +23,11 @@ from blockattn.impl.cute.shapes import ROWS, Shapes
 
 @cute.jit
 def walk_voting(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
-    """Folds every entry of an item into the softmax state and the accumulator."""
+    """Folds every entry of an item into the softmax state and the accumulator.
+
+    Args:
+        phases: as of :func:`next_entry`, which gives those after the last entry, too.
+    """
     total = at.total
     one, two = (
         cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)

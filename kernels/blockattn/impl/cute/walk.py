@@ -23,7 +23,11 @@ TURN_BARRIER = 3
 
 @cute.jit
 def walk(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
-    """Folds every entry of an item into the softmax state and the accumulator."""
+    """Folds every entry of an item into the softmax state and the accumulator.
+
+    Args:
+        phases: as of :func:`next_entry`, which gives those after the last entry, too.
+    """
     total = at.total
     scores = cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
     spare = cute.make_fragment_like(work.p)  # probabilities, while those before are multiplied

@@ -6,7 +6,6 @@ On Hopper large votes on 64 x 64 tiles of the full range run on a kernel of thei
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,7 +204,7 @@ def _launch(
         *_tail_sources(tail, tma, none),
         problem.block_lengths if problem.block_lengths is not None else none,
         dropped if dropped is not None else none,
-        scale_ptr, scale, scale_output_ptr, scale_output, _limit(problem),
+        scale_ptr, scale, scale_output_ptr, scale_output, problem.skip_limit,
         *problem.q.stride()[:3], *problem.k.stride()[:3], *problem.v.stride()[:3],
         *out.stride()[:3],
         queries, keys, heads, key_heads, tiles, num_blocks(keys, config.columns),
@@ -251,17 +250,12 @@ def _launch_groups(
     kernel: Any = vote_groups.vote_groups
     kernel[(num_blocks(queries, config.groups * config.rows), heads, batch)](
         *sources, out, lse if lse is not None else none, dropped,
-        scale_ptr, scale, scale_output_ptr, scale_output, _limit(problem),
+        scale_ptr, scale, scale_output_ptr, scale_output, problem.skip_limit,
         queries, keys, heads, key_heads,
         D=dim, STAGES=config.stages, RAGGED=keys % config.columns != 0, LSE=lse is not None,
         SCALE_PTR=isinstance(problem.scale, Tensor),
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor), num_warps=config.warps,
     )  # fmt: skip
-
-
-def _limit(problem: Problem) -> float:
-    """log2 of the skip threshold, which kernels compare with."""
-    return math.log2(problem.skip_threshold) if problem.skip_threshold else -math.inf
 
 
 def _tail_sources(tail: BlockSummary | None, tma: bool, unused: Tensor) -> tuple:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -190,7 +189,6 @@ def _launch(
     index, count = (none, none) if route is None else problem.lists or route.lists()
     scale, scale_ptr = launch._scale(problem.scale, none)
     scale_output, scale_output_ptr = launch._scale(problem.scale_output, none)
-    limit = math.log2(problem.skip_threshold) if problem.skip_threshold else -math.inf
     kernel: Any = scaled_attention.scaled_attention
     kernel[(tiles, heads, batch)](
         launch._source(query, config.rows, query_tma), launch._source(key, config.columns, tma),
@@ -199,7 +197,7 @@ def _launch(
         index, count, route.words.contiguous() if route is not None else none,
         *launch._tail_sources(problem.tail, tma, none),
         dropped if dropped is not None else none,
-        scale_ptr, scale, scale_output_ptr, scale_output, operands.v.scale, limit,
+        scale_ptr, scale, scale_output_ptr, scale_output, operands.v.scale, problem.skip_limit,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
         queries, keys, heads, key_heads,
         num_blocks(queries, BLOCK), num_blocks(keys, config.columns),

@@ -123,7 +123,8 @@ def _row_maximum(s, G: gl.constexpr):
     """Largest of each row of s ``[64, 64]``, NaN where a row has NaN.
 
     Taken over bits as integers, of which Hopper compares three at a time. They have the order of
-    the numbers, with NaN last, unless all are negative: there the order is reversed.
+    the numbers, with NaN as a product gives it (its sign is 0) last, unless all are negative: there
+    the order is reversed.
     """
     bits = s.to(gl.int32, bitcast=True)
     top = gl.max(bits, axis=1)
@@ -173,7 +174,8 @@ def _tile(
 
     Args:
         acc: float32 ``[64, D]``; m, l: float32 ``[64]``, maximum in raw units and sum.
-        alive: which rows exist; rest: keys of the tile, where MASKED.
+        alive: rows that vote; rest: keys of the tile, where MASKED.
+        place: int8 pointer, where the map has the tile.
     """
     k_tiles, k_full, k_free = k_ring
     v_tiles, v_full, v_free = v_ring
