@@ -490,7 +490,8 @@ def test_a_calibration_that_nothing_looks_at_is_refused(weights: Path, tmp_path:
     done = invoke(tmp_path / "mine.txt", "--weights", weights,
                   "--calibration", tmp_path / "config.json", "--check")  # fmt: skip
     assert isinstance(done.exception, ValueError)
-    assert "no profile looks at it" in str(done.exception)
+    path = tmp_path / "config.json"
+    assert f"--calibration {path}: no profile looks at it" in str(done.exception)
 
 
 def test_formula_of_a_checkpoint_is_what_the_option_takes(weights: Path, tmp_path: Path):

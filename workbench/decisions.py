@@ -248,18 +248,10 @@ def pooled_density(classes: Tensor, size: int = 512) -> tuple[Tensor, int]:
     return route.image(size=size), factor
 
 
-# -- details ------------------------------------------------------------------------------------
-
-
 def check_head(shape: Sequence[int], batch: int, head: int) -> None:
     """Refuses a sample or head that values ``[B, H, ...]`` do not have, by ValueError."""
     checks.integer("batch", batch, maximum=shape[0] - 1)
     checks.integer("head", head, maximum=shape[1] - 1)
-
-
-def _head(scores: BlockScores, values: Tensor, batch: int, head: int) -> Tensor:
-    check_head(scores.z.shape, batch, head)
-    return values[batch, head]
 
 
 def check_grid(grid: TokenGrid, route: BlockRoute) -> None:
@@ -269,6 +261,14 @@ def check_grid(grid: TokenGrid, route: BlockRoute) -> None:
             f"grid: {grid.shape} with its text has {grid.tokens} tokens, but q has "
             f"{route.seqlens[0]}; pass the grid that q and k were made with"
         )
+
+
+# -- details ------------------------------------------------------------------------------------
+
+
+def _head(scores: BlockScores, values: Tensor, batch: int, head: int) -> Tensor:
+    check_head(scores.z.shape, batch, head)
+    return values[batch, head]
 
 
 def _decide(z: float, tau: float, i: int, j: int, sink: tuple[int, int]) -> Decision:

@@ -69,6 +69,11 @@ def apply_files(
     model = choice.open()
     model.check(texts, seeds)
     profiles = read_profiles(model, files, format=format, calibration=group)
+    if group is not None and all(profile.calibration is not group for profile in profiles):
+        raise ValueError(
+            f"--calibration {calibration}: no profile looks at it; it is for skip_softmax files "
+            "that hold no formula themselves. Leave it out"
+        )
     screen = console or recording_console(WIDTH)
     text.show_understood(profiles, model, screen)
     if check:
@@ -134,18 +139,12 @@ def read_profiles(
     """The files as profiles of the model.
 
     Raises:
-        ValueError: also for a calibration that no profile looks at. Others as of ``read_file``.
+        FileNotFoundError, ValueError: as of ``read_file``.
     """
-    found = [
+    return [
         replace(read_file(path, model.place, format=format, calibration=calibration), name=name)
         for name, path in zip(_names(files), files)
     ]
-    if calibration is not None and all(made.calibration is not calibration for made in found):
-        raise ValueError(
-            "--calibration: no profile looks at it; it is for skip_softmax files that hold no "
-            "formula themselves. Leave it out"
-        )
-    return found
 
 
 def _names(files: Sequence[Path]) -> list[str]:
