@@ -105,16 +105,19 @@ def compile_attention(
     return _compile(attention.attention, capability, constants, config.warps, element, source)
 
 
-def compile_vote_groups(element: str = "bf16", **flags: bool) -> Resources:
+def compile_vote_groups(
+    element: str = "bf16", skip_tile: tuple[int, int] = (64, 64), **flags: bool
+) -> Resources:
     """The vote by groups, which is for 9.0 alone; ``flags`` as for :func:`compile_attention`."""
-    config = launch.GROUPED
+    config = launch.GROUPED[skip_tile]
     constants = dict.fromkeys(_switches(vote_groups.vote_groups), False) | flags
-    constants |= {"D": 128, "STAGES": config.stages}
-    tile = f"[1, {config.rows}, 1, 128]"
-    return _compile(
-        vote_groups.vote_groups, 90, constants, config.warps, element,
-        lambda name: f"tensordesc<{element}{tile},{vote_groups.LAYOUT!r}>",
-    )  # fmt: skip
+    constants |= {"D": 128, "GROUPS": config.groups, "STAGES": config.stages}
+
+    def source(name: str) -> str:
+        rows = launch.GROUP if name == "q_src" else config.columns
+        return f"tensordesc<{element}[1, {rows}, 1, 128],{vote_groups.LAYOUT!r}>"
+
+    return _compile(vote_groups.vote_groups, 90, constants, config.warps, element, source)
 
 
 def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16") -> Resources:

@@ -1,15 +1,16 @@
-"""The skip vote on Hopper with warp groups that vote by themselves (Gluon).
+"""The skip vote on Hopper by warp groups, with a warp that brings keys and values (Gluon).
 
 Plan. A program owns GROUPS x 64 queries of a head, 64 for each warp group of four warps, and one
-warp more that brings keys and values. Tiles of 64 keys go through two rings of STAGES places in
-shared memory, one of K and one of V; Q lies there too, the state (acc, m, l) in registers.
+warp more that brings keys and values. Tiles of keys go through two rings of STAGES places in shared
+memory, one of K and one of V; Q lies there too, the state (acc, m, l) in registers. For votes on
+64 x 64 tiles there are three groups that vote by themselves, for 128 x 128 two that vote together.
   bringing warp   waits until every group is done with a place, fetches the next tile into it (TMA)
   group           waits for K, multiplies, votes; where a row objects, it takes exponentials, waits
                   for V and multiplies again; then it gives both places back
-A tile of K or V is read once for all queries of the program. Groups wait for nobody but the
-bringing warp and may be as far apart as the rings are long, so that one which drops a tile does not
-wait for one which keeps it. The vote is one barrier of the group's warps, which also reduces. V is
-fetched in any case: what the votes will say is not known when it has to leave.
+A tile of K or V is read once for all queries of the program. Groups that vote by themselves wait
+for nobody but the bringing warp and may be as far apart as the rings are long: one which drops a
+tile does not wait for one which keeps it. The vote is one barrier of its warps, which also reduces.
+V is fetched in any case: what the votes will say is not known when it has to leave.
 Each place of a ring has two barriers: ``full`` counts the bytes of a tile, ``free`` the groups that
 are done with it. A group that drops a tile does not wait for its V, so the bringing warp does,
 before it fetches into that place again and before it ends.
@@ -39,29 +40,30 @@ from blockattn.impl.triton.vote import DROPPED
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-REGISTERS = gl.constexpr(160)  # of a thread of a group
-TILE = gl.constexpr(64)  # queries of a group, and keys of a tile
+ROWS = gl.constexpr(64)  # queries of a group
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-GROUPS = gl.constexpr(3)
-# One text for each group, as a register of PTX and a barrier belong to one of them.
-DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(GROUPS.value)))
-VOTE = gl.constexpr(
-    tuple(
-        f"""{{
+GROUPS = gl.constexpr(3)  # at most
+
+
+def _vote_text(group: int, barrier: int, threads: int) -> str:
+    return f"""{{
         .reg .pred any;
         .reg .b32 said;
         or.b32 said, $2, $3;
         setp.ne.b32 any, said, 0;
-        barrier.cta.red.or.pred any, {9 + i}, 128, any;
-        selp.b32 said_{i}, 1, 0, any;
-        mov.b32 $0, said_{i};
-        mov.b32 $1, said_{i};
+        barrier.cta.red.or.pred any, {barrier}, {threads}, any;
+        selp.b32 said_{group}, 1, 0, any;
+        mov.b32 $0, said_{group};
+        mov.b32 $1, said_{group};
         mov.b32 said, {DROPPED.value};
         @!any st.global.u8 [$4], said;
         }}"""
-        for i in range(GROUPS.value)
-    )
-)
+
+
+# One text for each group, as a register of PTX and a barrier belong to one of them.
+DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(GROUPS.value)))
+VOTE = gl.constexpr(tuple(_vote_text(i, 9 + i, 128) for i in range(GROUPS.value)))
+JOINT_VOTE = gl.constexpr(tuple(_vote_text(i, 9, 256) for i in range(2)))
 SIGNS = gl.constexpr(
     tuple(
         f"""{{
@@ -91,16 +93,17 @@ def _declare(G: gl.constexpr):
 
 
 @gluon.jit
-def _kept(objects, place, G: gl.constexpr):
-    """Whether a row of group G needs the tile; notes at ``place`` of the map that none does.
+def _kept(objects, place, G: gl.constexpr, JOINT: gl.constexpr):
+    """Whether a row of group G (of both groups if JOINT) needs the tile; if none does, notes that.
 
     Args:
         objects: int32 ``[64]``, not 0 where a row needs the tile; two rows in each thread.
         place: int8 pointer, where the map has the tile.
     """
     place = place.to(gl.int64, bitcast=True)
+    text: gl.constexpr = JOINT_VOTE[G] if JOINT else VOTE[G]
     gl.inline_asm_elementwise(
-        VOTE[G], "=r,=r,r,r,l,l", [objects, place], dtype=gl.int32, is_pure=False, pack=2
+        text, "=r,=r,r,r,l,l", [objects, place], dtype=gl.int32, is_pure=False, pack=2
     )
     said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     return said != 0
@@ -144,16 +147,18 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _bring(k_src, v_src, k_ring, v_ring, batch, head, tiles, STAGES: gl.constexpr):
+def _bring(call, STAGES: gl.constexpr):
     """The warp that fetches tiles of K and V."""
+    k_src, v_src, k_ring, v_ring, batch, head, keys = call
     k_tiles, k_full, k_free = k_ring
     v_tiles, v_full, v_free = v_ring
+    COLUMNS: gl.constexpr = k_src.block_shape[1]
     stage = 0
     phase = 1  # a wait for the phase before the first does not wait
-    for n in range(tiles):
+    for n in range(gl.cdiv(keys, COLUMNS)):
         mbarrier.wait(k_free.index(stage), phase)
         mbarrier.expect(k_full.index(stage), k_src.block_type.nbytes)
-        place = [batch, n * TILE, head, 0]
+        place = [batch, n * COLUMNS, head, 0]
         tma.async_copy_global_to_shared(k_src, place, k_full.index(stage), k_tiles.index(stage))
         mbarrier.wait(v_free.index(stage), phase)
         mbarrier.wait(v_full.index(stage), phase)
@@ -179,21 +184,22 @@ def _tile(
     """
     k_tiles, k_full, k_free = k_ring
     v_tiles, v_full, v_free = v_ring
-    TILE_SHAPE: gl.constexpr = [TILE, q.shape[1]]
+    COLUMNS: gl.constexpr = k_tiles.shape[2]
+    TILE_SHAPE: gl.constexpr = [COLUMNS, q.shape[1]]
     s_layout: gl.constexpr = m.type.layout.parent
     o_layout: gl.constexpr = acc.type.layout
     mbarrier.wait(k_full.index(stage), phase)
     k = k_tiles.index(stage).reshape(TILE_SHAPE)
-    zero = gl.full([TILE, TILE], 0.0, gl.float32, s_layout)
+    zero = gl.full([ROWS, COLUMNS], 0.0, gl.float32, s_layout)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     if MASKED:
-        column = gl.arange(0, TILE, gl.SliceLayout(0, s_layout))
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, s_layout))
         s = gl.where(gl.expand_dims(column < rest, 0), s, -float("inf"))
     top = _row_maximum(s, G)
     gap = gl.where(top == -float("inf"), top, (top - m) * unit)
     objects = (gap < limit) == 0  # as a row with NaN does
-    kept = _kept((alive & objects).to(gl.int32), place, G)
+    kept = _kept((alive & objects).to(gl.int32), place, G, COLUMNS == 128)
     mbarrier.arrive(k_free.index(stage))
     if kept:
         top = gl.maximum(m, top)
@@ -234,26 +240,29 @@ def _vote(
         unit, scale_output, limit, shape,
     ) = call  # fmt: skip
     batch, head, heads, first, queries, keys = shape
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    COLUMNS: gl.constexpr = k_ring[0].shape[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     _declare(G)
-    start = first + G * TILE
-    row = start + gl.arange(0, TILE, row_layout)
-    # A group past the sequence has no line in the map: it objects to all, and so notes nothing.
-    alive = (row < queries) | (start >= queries)
-    limit = gl.where(start < queries, limit, -float("inf"))
-    m = gl.full([TILE], -float("inf"), gl.float32, row_layout)
-    l = gl.full([TILE], 0.0, gl.float32, row_layout)
-    acc = gl.full([TILE, D], 0.0, gl.float32, o_layout)
+    start = first + G * ROWS
+    row = start + gl.arange(0, ROWS, row_layout)
+    alive = row < queries
+    if COLUMNS == ROWS:
+        # A group past the sequence has no line in the map: it objects to all, and notes nothing.
+        alive = alive | (start >= queries)
+        limit = gl.where(start < queries, limit, -float("inf"))
+    m = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
+    l = gl.full([ROWS], 0.0, gl.float32, row_layout)
+    acc = gl.full([ROWS, D], 0.0, gl.float32, o_layout)
     line = batch.to(gl.int64) * heads + head
-    tiles = gl.cdiv(keys, TILE)
-    place = drop_ptr + (line * gl.cdiv(queries, TILE) + start // TILE) * tiles
+    tile = start // COLUMNS  # a voting tile is as high as it is wide
+    place = drop_ptr + (line * gl.cdiv(queries, COLUMNS) + tile) * gl.cdiv(keys, COLUMNS)
     mbarrier.wait(q_full, 0)
-    q = q_tiles.index(G).reshape([TILE, D])
+    q = q_tiles.index(G).reshape([ROWS, D])
     stage = 0
     phase = 0
-    for _ in range(keys // TILE):
+    for _ in range(keys // COLUMNS):
         acc, m, l = _tile(
             acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, 0, G, False
         )
@@ -261,7 +270,7 @@ def _vote(
         stage, phase = _next(stage, phase, STAGES)
     if RAGGED:
         acc, m, l = _tile(
-            acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, keys % TILE,
+            acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, keys % COLUMNS,
             G, True,
         )  # fmt: skip
     empty = l == 0.0
@@ -269,7 +278,7 @@ def _vote(
         lse = gl.where(empty, -float("inf"), (m * unit + gl.log2(l)) * LN_2)
         gl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
     factor = _as_rows_of(scale_output / gl.where(empty, 1.0, l), o_layout)
-    row = start + gl.arange(0, TILE, gl.SliceLayout(1, o_layout))
+    row = start + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
     column = gl.arange(0, D, gl.SliceLayout(0, o_layout))
     source = (batch.to(gl.int64) * queries + row) * heads + head
     target = out_ptr + gl.expand_dims(source * D, 1) + gl.expand_dims(column, 0)
@@ -278,9 +287,11 @@ def _vote(
 
 
 @gluon.jit
-def _ring(src, STAGES: gl.constexpr, D: gl.constexpr):
+def _ring(src, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Tiles of STAGES places that every group reads, and their barriers ``full`` and ``free``."""
-    tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, TILE, 1, D], src.layout)
+    COLUMNS: gl.constexpr = src.block_shape[1]
+    D: gl.constexpr = src.block_shape[3]
+    tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, COLUMNS, 1, D], src.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -293,8 +304,8 @@ def _ring(src, STAGES: gl.constexpr, D: gl.constexpr):
 def vote_groups(
     q_src, k_src, v_src, out_ptr, lse_ptr, drop_ptr,
     scale_ptr, scale, scale_output_ptr, scale_output, limit, queries, keys, heads, key_heads,
-    D: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr, LSE: gl.constexpr,
-    SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
+    D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr,
+    LSE: gl.constexpr, SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
 ):  # fmt: skip
     """The kernel of the plan above; :mod:`blockattn.impl.triton.launch` calls it.
 
@@ -304,16 +315,16 @@ def vote_groups(
         drop_ptr: int8 ``[B, Hq, Nq, Nk]``, zeros; DROPPED is noted there.
         limit: log2(lambda), compared with base-2 logits.
     """
-    first, head, batch = gl.program_id(0) * (GROUPS * TILE), gl.program_id(1), gl.program_id(2)
-    q_tiles = gl.allocate_shared_memory(q_src.dtype, [GROUPS, 1, TILE, 1, D], q_src.layout)
+    first, head, batch = gl.program_id(0) * (GROUPS * ROWS), gl.program_id(1), gl.program_id(2)
+    q_tiles = gl.allocate_shared_memory(q_src.dtype, [GROUPS, 1, ROWS, 1, D], q_src.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    k_ring = _ring(k_src, STAGES, D)
-    v_ring = _ring(v_src, STAGES, D)
+    k_ring = _ring(k_src, STAGES, GROUPS)
+    v_ring = _ring(v_src, STAGES, GROUPS)
     fence_async_shared()
     mbarrier.expect(q_full, GROUPS * q_src.block_type.nbytes)
     for i in gl.static_range(GROUPS):
-        place = [batch, first + i * TILE, head, 0]
+        place = [batch, first + i * ROWS, head, 0]
         tma.async_copy_global_to_shared(q_src, place, q_full, q_tiles.index(i))
     if SCALE_PTR:
         scale = gl.load(scale_ptr)
@@ -324,13 +335,25 @@ def vote_groups(
         q_tiles, q_full, k_ring, v_ring, out_ptr, lse_ptr, drop_ptr,
         scale * LOG2_E, scale_output, limit, (batch, head, heads, first, queries, keys),
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
-            (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
-            (_vote, (call, 2, STAGES, D, RAGGED, LSE)),
-            (_bring, (k_src, v_src, k_ring, v_ring, batch, key_head, gl.cdiv(keys, TILE), STAGES)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    bring = (k_src, v_src, k_ring, v_ring, batch, key_head, keys)
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 2, STAGES, D, RAGGED, LSE)),
+                (_bring, (bring, STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
+                (_bring, (bring, STAGES)),
+            ],
+            [4, 1],
+            [232, 24],
+        )
