@@ -1,19 +1,20 @@
 """The skip vote on Hopper by warp groups, with a warp that brings keys and values (Gluon).
 
 Plan. A program owns GROUPS x 64 queries of a head, 64 for each warp group of four warps, and one
-warp more that brings keys and values. Tiles of keys go through two rings of STAGES places in shared
-memory, one of K and one of V; Q lies there too, the state (acc, m, l) in registers. For votes on
-64 x 64 tiles there are three groups that vote by themselves, for 128 x 128 two that vote together.
+warp more that brings keys and values. Tiles of keys go through a ring of STAGES places in shared
+memory, each for K and V; Q lies there too, the state (acc, m, l) in registers. For votes on 64 x 64
+tiles there are three groups that vote by themselves, for 128 x 128 two that vote together.
   bringing warp   waits until every group is done with a place, fetches the next tile into it (TMA)
   group           waits for K, multiplies, votes; where a row objects, it takes exponentials, waits
-                  for V and multiplies again; then it gives both places back
+                  for V and multiplies again; then it gives the place back
 A tile of K or V is read once for all queries of the program. Groups that vote by themselves wait
-for nobody but the bringing warp and may be as far apart as the rings are long: one which drops a
+for nobody but the bringing warp and may be as far apart as the ring is long: one which drops a
 tile does not wait for one which keeps it. The vote is one barrier of its warps, which also reduces.
 V is fetched in any case: what the votes will say is not known when it has to leave.
-Each place of a ring has two barriers: ``full`` counts the bytes of a tile, ``free`` the groups that
-are done with it. A group that drops a tile does not wait for its V, so the bringing warp does,
-before it fetches into that place again and before it ends.
+Each place has three barriers: ``k_full`` and ``v_full`` count the bytes of a tile, ``free`` the
+groups that are done with it. A barrier tells a round of the ring from the next by one bit, so that
+nobody may be a round ahead: K is fetched only when V of the round before has come and every group
+is done with both. For a group that drops a tile does not wait for its V; the bringing warp does.
 Products are waited for at once: with one in flight across the branch, ptxas 12.8 puts a wait behind
 every instruction of every product. Two groups, with Q in registers, took a fifth longer than three.
 The accumulator is multiplied only by a warp in which a maximum rises, and the maximum of a row is
@@ -149,19 +150,17 @@ def _next(stage, phase, STAGES: gl.constexpr):
 @gluon.jit
 def _bring(call, STAGES: gl.constexpr):
     """The warp that fetches tiles of K and V."""
-    k_src, v_src, k_ring, v_ring, batch, head, keys = call
-    k_tiles, k_full, k_free = k_ring
-    v_tiles, v_full, v_free = v_ring
+    k_src, v_src, ring, batch, head, keys = call
+    k_tiles, v_tiles, k_full, v_full, free = ring
     COLUMNS: gl.constexpr = k_src.block_shape[1]
     stage = 0
     phase = 1  # a wait for the phase before the first does not wait
     for n in range(gl.cdiv(keys, COLUMNS)):
-        mbarrier.wait(k_free.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), k_src.block_type.nbytes)
-        place = [batch, n * COLUMNS, head, 0]
-        tma.async_copy_global_to_shared(k_src, place, k_full.index(stage), k_tiles.index(stage))
-        mbarrier.wait(v_free.index(stage), phase)
+        mbarrier.wait(free.index(stage), phase)
         mbarrier.wait(v_full.index(stage), phase)
+        place = [batch, n * COLUMNS, head, 0]
+        mbarrier.expect(k_full.index(stage), k_src.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_src, place, k_full.index(stage), k_tiles.index(stage))
         mbarrier.expect(v_full.index(stage), v_src.block_type.nbytes)
         tma.async_copy_global_to_shared(v_src, place, v_full.index(stage), v_tiles.index(stage))
         stage, phase = _next(stage, phase, STAGES)
@@ -172,7 +171,7 @@ def _bring(call, STAGES: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, rest,
+    acc, m, l, q, ring, stage, phase, place, alive, unit, limit, rest,
     G: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of one tile, the vote, and the softmax update where it is kept.
@@ -182,8 +181,7 @@ def _tile(
         alive: rows that vote; rest: keys of the tile, where MASKED.
         place: int8 pointer, where the map has the tile.
     """
-    k_tiles, k_full, k_free = k_ring
-    v_tiles, v_full, v_free = v_ring
+    k_tiles, v_tiles, k_full, v_full, free = ring
     COLUMNS: gl.constexpr = k_tiles.shape[2]
     TILE_SHAPE: gl.constexpr = [COLUMNS, q.shape[1]]
     s_layout: gl.constexpr = m.type.layout.parent
@@ -200,7 +198,6 @@ def _tile(
     gap = gl.where(top == -float("inf"), top, (top - m) * unit)
     objects = (gap < limit) == 0  # as a row with NaN does
     kept = _kept((alive & objects).to(gl.int32), place, G, COLUMNS == 128)
-    mbarrier.arrive(k_free.index(stage))
     if kept:
         top = gl.maximum(m, top)
         # Only a row that has seen no key yet can be at -inf.
@@ -218,7 +215,7 @@ def _tile(
         v = v_tiles.index(stage).reshape(TILE_SHAPE)
         acc = warpgroup_mma(a, v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_free.index(stage))
+    mbarrier.arrive(free.index(stage))
     return acc, m, l
 
 
@@ -236,11 +233,11 @@ def _vote(
 ):  # fmt: skip
     """One warp group: its 64 queries against every tile of keys."""
     (
-        q_tiles, q_full, k_ring, v_ring, out_ptr, lse_ptr, drop_ptr,
+        q_tiles, q_full, ring, out_ptr, lse_ptr, drop_ptr,
         unit, scale_output, limit, shape,
     ) = call  # fmt: skip
     batch, head, heads, first, queries, keys = shape
-    COLUMNS: gl.constexpr = k_ring[0].shape[2]
+    COLUMNS: gl.constexpr = ring[0].shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -263,14 +260,12 @@ def _vote(
     stage = 0
     phase = 0
     for _ in range(keys // COLUMNS):
-        acc, m, l = _tile(
-            acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, 0, G, False
-        )
+        acc, m, l = _tile(acc, m, l, q, ring, stage, phase, place, alive, unit, limit, 0, G, False)
         place += 1
         stage, phase = _next(stage, phase, STAGES)
     if RAGGED:
         acc, m, l = _tile(
-            acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, keys % COLUMNS,
+            acc, m, l, q, ring, stage, phase, place, alive, unit, limit, keys % COLUMNS,
             G, True,
         )  # fmt: skip
     empty = l == 0.0
@@ -288,16 +283,19 @@ def _vote(
 
 @gluon.jit
 def _ring(src, STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    """Tiles of STAGES places that every group reads, and their barriers ``full`` and ``free``."""
+    """STAGES places for a tile of K and one of V, and their barriers."""
     COLUMNS: gl.constexpr = src.block_shape[1]
     D: gl.constexpr = src.block_shape[3]
-    tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, COLUMNS, 1, D], src.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, COLUMNS, 1, D], src.layout)
+    v_tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, COLUMNS, 1, D], src.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
-    return tiles, full, free
+    return k_tiles, v_tiles, k_full, v_full, free
 
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads", "key_heads"])
@@ -310,7 +308,8 @@ def vote_groups(
     """The kernel of the plan above; :mod:`blockattn.impl.triton.launch` calls it.
 
     Args:
-        q_src, k_src, v_src: descriptors of ``[B, T, H, D]`` with tiles ``[1, 64, 1, D]``.
+        q_src: descriptor of ``[B, Tq, Hq, D]`` with tiles ``[1, 64, 1, D]``; k_src, v_src: of
+            ``[B, Tk, Hk, D]`` with tiles ``[1, COLUMNS, 1, D]``, which tells 64 from 128.
         out_ptr: contiguous ``[B, Tq, Hq, D]``; lse_ptr: float32 ``[B, Hq, Tq]``.
         drop_ptr: int8 ``[B, Hq, Nq, Nk]``, zeros; DROPPED is noted there.
         limit: log2(lambda), compared with base-2 logits.
@@ -319,8 +318,7 @@ def vote_groups(
     q_tiles = gl.allocate_shared_memory(q_src.dtype, [GROUPS, 1, ROWS, 1, D], q_src.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    k_ring = _ring(k_src, STAGES, GROUPS)
-    v_ring = _ring(v_src, STAGES, GROUPS)
+    ring = _ring(k_src, STAGES, GROUPS)
     fence_async_shared()
     mbarrier.expect(q_full, GROUPS * q_src.block_type.nbytes)
     for i in gl.static_range(GROUPS):
@@ -332,10 +330,10 @@ def vote_groups(
         scale_output = gl.load(scale_output_ptr)
     key_head = head // (heads // key_heads)
     call = (
-        q_tiles, q_full, k_ring, v_ring, out_ptr, lse_ptr, drop_ptr,
+        q_tiles, q_full, ring, out_ptr, lse_ptr, drop_ptr,
         scale * LOG2_E, scale_output, limit, (batch, head, heads, first, queries, keys),
     )  # fmt: skip
-    bring = (k_src, v_src, k_ring, v_ring, batch, key_head, keys)
+    bring = (k_src, v_src, ring, batch, key_head, keys)
     if GROUPS == 3:
         gl.warp_specialize(
             [
