@@ -275,6 +275,30 @@ def test_the_planted_tiles_are_dropped_and_no_other(threshold):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
+@pytest.mark.parametrize("threshold", [0.05, 0.9])
+def test_two_groups_drop_a_tile_only_together(threshold):
+    # Tiles that both groups need, either of them alone, or none: each kind follows each other kind.
+    tiles = 20
+    q, k, v = draw(tiles * 128 - 70, heads=2)
+    q, k = 0.01 * q, 0.01 * k
+    need = torch.randint(4, (tiles, tiles), generator=torch.Generator().manual_seed(3))
+    need[:, 0] = 3
+    need = need.cuda()
+    for half in range(2 * tiles):  # channel ``half`` carries the score of 64 queries
+        own = slice(half * 64, (half + 1) * 64)
+        q[:, own, :, half] = 8
+        wanted = (need[half // 2] >> half % 2) & 1
+        k[..., half] = (wanted * 10 / 8).repeat_interleave(128)[: k.shape[1], None].to(k.dtype)
+    settings = of_tiles(128, threshold) | {"scale": 0.6931}
+    result = assert_follows_the_definition(q, k, v, **settings)
+    weak = need == 0
+    weak[-1] = need[-1] & 1 == 0  # the last tile of queries has no row of the second group
+    found = result.skipped.dense()[0]
+    assert torch.equal(found, weak.expand_as(found))
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
 @each_tile
 def test_a_row_with_nan_keeps_its_tiles_and_spoils_itself_alone(tile):
     q, k, v = draw(500, heads=1, tile=tile)

@@ -43,6 +43,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # queries of a group
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 GROUPS = gl.constexpr(3)  # at most
 
 
@@ -61,10 +62,47 @@ def _vote_text(group: int, barrier: int, threads: int) -> str:
         }}"""
 
 
+def _own_text(group: int) -> str:
+    """The vote of one group of two, not noted."""
+    return f"""{{
+        .reg .pred any;
+        .reg .b32 said;
+        or.b32 said, $2, $3;
+        setp.ne.b32 any, said, 0;
+        barrier.cta.red.or.pred any, {9 + group}, 128, any;
+        selp.b32 said_{group}, 1, 0, any;
+        mov.b32 $0, said_{group};
+        mov.b32 $1, said_{group};
+        }}"""
+
+
+def _other_text(group: int) -> str:
+    """The outcome is what the other group said, where this one does not object."""
+    return f"""{{
+        .reg .pred drops;
+        .reg .b32 said;
+        mov.b32 said_{group}, $1;
+        setp.eq.b32 drops, said_{group}, 0;
+        mov.b32 said, {DROPPED.value};
+        mov.b32 $0, said;
+        @drops st.global.u8 [$2], said;
+        }}"""
+
+
+def _pair_text(how: str) -> str:
+    """Arrives or waits at the barrier of both groups that a place of the ring has: 11 and more."""
+    return f"{{ .reg .b32 bar; add.u32 bar, $1, 11; barrier.cta.{how} bar, 256; mov.b32 $0, bar; }}"
+
+
 # One text for each group, as a register of PTX and a barrier belong to one of them.
 DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(GROUPS.value)))
 VOTE = gl.constexpr(tuple(_vote_text(i, 9 + i, 128) for i in range(GROUPS.value)))
 JOINT_VOTE = gl.constexpr(tuple(_vote_text(i, 9, 256) for i in range(2)))
+OWN_VOTE = gl.constexpr(tuple(_own_text(i) for i in range(2)))
+OTHER_VOTE = gl.constexpr(tuple(_other_text(i) for i in range(2)))
+ARRIVE = gl.constexpr(_pair_text("arrive"))
+MEET = gl.constexpr(_pair_text("sync"))
+APART = gl.constexpr(True)  # of two groups that vote together, one that objects does not wait
 SIGNS = gl.constexpr(
     tuple(
         f"""{{
@@ -106,6 +144,36 @@ def _kept(objects, place, G: gl.constexpr, JOINT: gl.constexpr):
     gl.inline_asm_elementwise(
         text, "=r,=r,r,r,l,l", [objects, place], dtype=gl.int32, is_pure=False, pack=2
     )
+    said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return said != 0
+
+
+@gluon.jit
+def _kept_by_two(objects, place, flags, stage, G: gl.constexpr):
+    """:func:`_kept` for both groups, where one that objects does not wait for the other.
+
+    It leaves its word in ``flags``, arrives at a barrier and goes on; one that does not object
+    waits there and reads the other's word. The place of the ring, of which each has a barrier and
+    words, comes again only when both have given it back, so that neither meets an older vote.
+
+    Args:
+        flags: for each group int8 ``[STAGES, 128]`` in shared memory, which the other one reads.
+    """
+    place = place.to(gl.int64, bitcast=True)
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(
+        OWN_VOTE[G], "=r,=r,r,r", [objects], dtype=gl.int32, is_pure=False, pack=2
+    )
+    said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    flags[G].index(stage).store(gl.full([128], 0, gl.int8, each) + said.to(gl.int8))
+    if said != 0:
+        gl.inline_asm_elementwise(ARRIVE, "=r,r", [stage], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise(MEET, "=r,r", [stage], dtype=gl.int32, is_pure=False, pack=1)
+        other = flags[1 - G].index(stage).load(each).to(gl.int32)
+        gl.inline_asm_elementwise(
+            OTHER_VOTE[G], "=r,r,l", [other, place], dtype=gl.int32, is_pure=False, pack=1
+        )
     said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     return said != 0
 
@@ -171,7 +239,7 @@ def _bring(call, STAGES: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    acc, m, l, q, ring, stage, phase, place, alive, unit, limit, rest,
+    acc, m, l, q, ring, flags, stage, phase, place, alive, unit, limit, rest,
     G: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of one tile, the vote, and the softmax update where it is kept.
@@ -197,7 +265,11 @@ def _tile(
     top = _row_maximum(s, G)
     gap = gl.where(top == -float("inf"), top, (top - m) * unit)
     objects = (gap < limit) == 0  # as a row with NaN does
-    kept = _kept((alive & objects).to(gl.int32), place, G, COLUMNS == 128)
+    objects = (alive & objects).to(gl.int32)
+    if APART and COLUMNS == 128:
+        kept = _kept_by_two(objects, place, flags, stage, G)
+    else:
+        kept = _kept(objects, place, G, COLUMNS == 128)
     if kept:
         top = gl.maximum(m, top)
         # Only a row that has seen no key yet can be at -inf.
@@ -233,7 +305,7 @@ def _vote(
 ):  # fmt: skip
     """One warp group: its 64 queries against every tile of keys."""
     (
-        q_tiles, q_full, ring, out_ptr, lse_ptr, drop_ptr,
+        q_tiles, q_full, ring, flags, out_ptr, lse_ptr, drop_ptr,
         unit, scale_output, limit, shape,
     ) = call  # fmt: skip
     batch, head, heads, first, queries, keys = shape
@@ -260,12 +332,14 @@ def _vote(
     stage = 0
     phase = 0
     for _ in range(keys // COLUMNS):
-        acc, m, l = _tile(acc, m, l, q, ring, stage, phase, place, alive, unit, limit, 0, G, False)
+        acc, m, l = _tile(
+            acc, m, l, q, ring, flags, stage, phase, place, alive, unit, limit, 0, G, False
+        )
         place += 1
         stage, phase = _next(stage, phase, STAGES)
     if RAGGED:
         acc, m, l = _tile(
-            acc, m, l, q, ring, stage, phase, place, alive, unit, limit, keys % COLUMNS,
+            acc, m, l, q, ring, flags, stage, phase, place, alive, unit, limit, keys % COLUMNS,
             G, True,
         )  # fmt: skip
     empty = l == 0.0
@@ -319,6 +393,9 @@ def vote_groups(
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     ring = _ring(k_src, STAGES, GROUPS)
+    flags_0 = gl.allocate_shared_memory(gl.int8, [STAGES, 128], FLAGS)
+    flags_1 = gl.allocate_shared_memory(gl.int8, [STAGES, 128], FLAGS)
+    flags = (flags_0, flags_1)
     fence_async_shared()
     mbarrier.expect(q_full, GROUPS * q_src.block_type.nbytes)
     for i in gl.static_range(GROUPS):
@@ -330,7 +407,7 @@ def vote_groups(
         scale_output = gl.load(scale_output_ptr)
     key_head = head // (heads // key_heads)
     call = (
-        q_tiles, q_full, ring, out_ptr, lse_ptr, drop_ptr,
+        q_tiles, q_full, ring, flags, out_ptr, lse_ptr, drop_ptr,
         scale * LOG2_E, scale_output, limit, (batch, head, heads, first, queries, keys),
     )  # fmt: skip
     bring = (k_src, v_src, ring, batch, key_head, keys)
