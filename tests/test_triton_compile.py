@@ -107,7 +107,10 @@ def test_every_kernel_builds_without_spills(building):
     for name in (name for name in found if name.startswith("groups")):
         # Scores and output of whole tiles, and of a ragged one, by each group: none serialised.
         groups, tiles = (3 if " 64 " in name else 2), (1 if "bf16" in name else 2)
-        assert found[name]["instructions"]["matrix wait"] == groups * 2 * tiles, name
+        count = found[name]["instructions"]
+        assert count["matrix wait"] == groups * 2 * tiles, name
+        # A place is given back once a tile, when all warps of the group are done with it.
+        assert count["arrival"] == count["arrival of all"] == groups * tiles, name
     assert_quantisers_round_as_pytorch_does(found)
     for name in (name for name in found if name.startswith("nvfp4 D=")):
         assert (found[name]["instructions"]["e2m1"] > 0) == (capability >= 100), name

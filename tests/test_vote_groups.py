@@ -60,8 +60,9 @@ def test_it_serves_votes_on_the_full_range_of_hopper(shape, threshold, monkeypat
     assert launch.configure(problem) is launch.GROUPED[64, 64]
 
 
-def test_it_serves_larger_tiles_too(monkeypatch):
-    problem = fake_problem(monkeypatch, skip_tile=(128, 128))
+@pytest.mark.parametrize("shape", [SERVED, (1, 1280, 24, 128)])  # 10 x 24 programs: two rounds
+def test_it_serves_larger_tiles_too(shape, monkeypatch):
+    problem = fake_problem(monkeypatch, shape=shape, skip_tile=(128, 128))
     assert launch.configure(problem) is launch.GROUPED[128, 128]
 
 
@@ -81,6 +82,8 @@ def test_it_serves_larger_tiles_too(monkeypatch):
         {"shape": (1, 1024, 21, 128)},  # 6 x 21 programs: a single round
         {"shape": (1, 4300, 24, 128)},  # 23 x 24 programs: a fifth round with few
         {"shape": (1, 8192, 4, 128)},
+        {"shape": (1, 1280, 24, 128)},  # 7 x 24 programs: a second round with few
+        {"skip_tile": (128, 128), "shape": (1, 2112, 24, 128)},  # 17 x 24: a fourth round with few
     ],
     ids=str,
 )

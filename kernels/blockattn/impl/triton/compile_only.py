@@ -58,7 +58,8 @@ class Resources:
         local, stack: bytes per thread in memory, where registers spill to.
         shared: bytes per program.
         instructions: how often each kind occurs in the PTX; ``matrix wait`` in the machine code, as
-            ptxas adds waits where it cannot keep products in flight.
+            ptxas adds waits where it cannot keep products in flight. ``arrival``: of a thread at an
+            mbarrier; ``of all`` where threads have met right before.
     """
 
     registers: int
@@ -269,6 +270,9 @@ def _resources(built: Any) -> Resources:
     kinds |= {"approximate division": "div.full", "fused": "fma.rn", "wide load": "ld.global.v4"}
     counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}
     counts["matrix wait"] = usage.count("WARPGROUP.DEPBAR")
+    arrival = r"\n.*mbarrier\.arrive\.shared"
+    counts["arrival"] = len(re.findall(arrival, ptx))
+    counts["arrival of all"] = len(re.findall(r"\tbar\.sync .*\n\t// begin.*" + arrival, ptx))
     return Resources(
         numbers["REG"], numbers["LOCAL"], numbers["STACK"], built.metadata.shared, counts
     )

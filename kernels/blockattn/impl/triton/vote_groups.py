@@ -2,21 +2,34 @@
 
 Plan. A program owns GROUPS x 64 queries of a head, 64 for each warp group of four warps, and one
 warp more that brings keys and values. Tiles of keys go through a ring of STAGES places in shared
-memory, each for K and V; Q lies there too, the state (acc, m, l) in registers. For votes on 64 x 64
-tiles there are three groups that vote by themselves, for 128 x 128 two that vote together.
+memory, each for K and V; Q lies there too, the state (acc, m, l) in registers. On 64 x 64 tiles
+there are three groups, each with a vote of its own; on 128 x 128 two, which share one.
   bringing warp   waits until every group is done with a place, fetches the next tile into it (TMA)
   group           waits for K, multiplies, votes; where a row objects, it takes exponentials, waits
                   for V and multiplies again; then it gives the place back
-A tile of K or V is read once for all queries of the program. Groups that vote by themselves wait
-for nobody but the bringing warp and may be as far apart as the ring is long: one which drops a
-tile does not wait for one which keeps it. The vote is one barrier of its warps, which also reduces.
-V is fetched in any case: what the votes will say is not known when it has to leave.
+A tile of K or V is read once for all queries of the program. V is fetched in any case: what the
+votes will say is not known when it has to leave.
 Each place has three barriers: ``k_full`` and ``v_full`` count the bytes of a tile, ``free`` the
 groups that are done with it. A barrier tells a round of the ring from the next by one bit, so that
 nobody may be a round ahead: K is fetched only when V of the round before has come and every group
 is done with both. For a group that drops a tile does not wait for its V; the bringing warp does.
+Triton lets the warps of a group meet before one thread gives a place back (a test counts that).
+Within a group the vote is a barrier of its warps, which also reduces. A group with a vote of its
+own waits for no other: they may be a ring apart, and one which drops a tile does not wait for one
+which keeps it. Of two with a common vote, one that objects does not wait either, as the tile is
+kept whatever the other says: it leaves word, arrives at a barrier and goes on. One that does not
+object waits there until the other has come, and reads its word.
+  Why the word is there    Every thread leaves a byte and then arrives or waits itself, so that the
+                           barrier orders each byte before what those who waited read.
+  Why it is of this tile   Barrier and words are those of the place. A group comes to them once a
+                           round, and again only when both have given the place back, which each
+                           does when all its warps have read.
+  Why the other comes      Both see every tile in one order, the ragged one too. The one behind
+                           waits for tiles that the one ahead has given back a ring ago, or has.
+One past the sequence objects to nothing of a common vote, so that the other decides.
 Products are waited for at once: with one in flight across the branch, ptxas 12.8 puts a wait behind
-every instruction of every product. Two groups, with Q in registers, took a fifth longer than three.
+every instruction of every product. On 64 x 64 tiles two groups, with Q in registers, took a fifth
+longer than three.
 The accumulator is multiplied only by a warp in which a maximum rises, and the maximum of a row is
 taken over integers: that leaves out a quarter of the instructions of a tile that is kept.
 The ragged last tile comes behind the loop, where scores of missing keys are set to -inf.
@@ -47,23 +60,8 @@ FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 GROUPS = gl.constexpr(3)  # at most
 
 
-def _vote_text(group: int, barrier: int, threads: int) -> str:
-    return f"""{{
-        .reg .pred any;
-        .reg .b32 said;
-        or.b32 said, $2, $3;
-        setp.ne.b32 any, said, 0;
-        barrier.cta.red.or.pred any, {barrier}, {threads}, any;
-        selp.b32 said_{group}, 1, 0, any;
-        mov.b32 $0, said_{group};
-        mov.b32 $1, said_{group};
-        mov.b32 said, {DROPPED.value};
-        @!any st.global.u8 [$4], said;
-        }}"""
-
-
-def _own_text(group: int) -> str:
-    """The vote of one group of two, not noted."""
+def _vote_text(group: int, note: str = "") -> str:
+    """Whether a row of the group objects; ``note`` is done by threads that hear of none."""
     return f"""{{
         .reg .pred any;
         .reg .b32 said;
@@ -73,6 +71,7 @@ def _own_text(group: int) -> str:
         selp.b32 said_{group}, 1, 0, any;
         mov.b32 $0, said_{group};
         mov.b32 $1, said_{group};
+        {note}
         }}"""
 
 
@@ -90,19 +89,18 @@ def _other_text(group: int) -> str:
 
 
 def _pair_text(how: str) -> str:
-    """Arrives or waits at the barrier of both groups that a place of the ring has: 11 and more."""
+    """Arrives or waits at the barrier of two groups that a place of the ring has: 11 and more."""
     return f"{{ .reg .b32 bar; add.u32 bar, $1, 11; barrier.cta.{how} bar, 256; mov.b32 $0, bar; }}"
 
 
+NOTE = f"mov.b32 said, {DROPPED.value}; @!any st.global.u8 [$4], said;"
 # One text for each group, as a register of PTX and a barrier belong to one of them.
 DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(GROUPS.value)))
-VOTE = gl.constexpr(tuple(_vote_text(i, 9 + i, 128) for i in range(GROUPS.value)))
-JOINT_VOTE = gl.constexpr(tuple(_vote_text(i, 9, 256) for i in range(2)))
-OWN_VOTE = gl.constexpr(tuple(_own_text(i) for i in range(2)))
+VOTE = gl.constexpr(tuple(_vote_text(i, NOTE) for i in range(GROUPS.value)))
+HALF_VOTE = gl.constexpr(tuple(_vote_text(i) for i in range(2)))
 OTHER_VOTE = gl.constexpr(tuple(_other_text(i) for i in range(2)))
 ARRIVE = gl.constexpr(_pair_text("arrive"))
 MEET = gl.constexpr(_pair_text("sync"))
-APART = gl.constexpr(True)  # of two groups that vote together, one that objects does not wait
 SIGNS = gl.constexpr(
     tuple(
         f"""{{
@@ -132,17 +130,16 @@ def _declare(G: gl.constexpr):
 
 
 @gluon.jit
-def _kept(objects, place, G: gl.constexpr, JOINT: gl.constexpr):
-    """Whether a row of group G (of both groups if JOINT) needs the tile; if none does, notes that.
+def _kept(objects, place, G: gl.constexpr):
+    """Whether a row of group G needs the tile; if none does, notes that.
 
     Args:
         objects: int32 ``[64]``, not 0 where a row needs the tile; two rows in each thread.
         place: int8 pointer, where the map has the tile.
     """
     place = place.to(gl.int64, bitcast=True)
-    text: gl.constexpr = JOINT_VOTE[G] if JOINT else VOTE[G]
     gl.inline_asm_elementwise(
-        text, "=r,=r,r,r,l,l", [objects, place], dtype=gl.int32, is_pure=False, pack=2
+        VOTE[G], "=r,=r,r,r,l,l", [objects, place], dtype=gl.int32, is_pure=False, pack=2
     )
     said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     return said != 0
@@ -150,19 +147,16 @@ def _kept(objects, place, G: gl.constexpr, JOINT: gl.constexpr):
 
 @gluon.jit
 def _kept_by_two(objects, place, flags, stage, G: gl.constexpr):
-    """:func:`_kept` for both groups, where one that objects does not wait for the other.
-
-    It leaves its word in ``flags``, arrives at a barrier and goes on; one that does not object
-    waits there and reads the other's word. The place of the ring, of which each has a barrier and
-    words, comes again only when both have given it back, so that neither meets an older vote.
+    """:func:`_kept` for two groups with a common vote; the plan says who waits for whom.
 
     Args:
-        flags: for each group int8 ``[STAGES, 128]`` in shared memory, which the other one reads.
+        flags: for each group int8 ``[STAGES, 128]`` in shared memory, its words for the other one.
+        stage: the tile's place in the ring.
     """
     place = place.to(gl.int64, bitcast=True)
     each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     gl.inline_asm_elementwise(
-        OWN_VOTE[G], "=r,=r,r,r", [objects], dtype=gl.int32, is_pure=False, pack=2
+        HALF_VOTE[G], "=r,=r,r,r", [objects], dtype=gl.int32, is_pure=False, pack=2
     )
     said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     flags[G].index(stage).store(gl.full([128], 0, gl.int8, each) + said.to(gl.int8))
@@ -266,10 +260,10 @@ def _tile(
     gap = gl.where(top == -float("inf"), top, (top - m) * unit)
     objects = (gap < limit) == 0  # as a row with NaN does
     objects = (alive & objects).to(gl.int32)
-    if APART and COLUMNS == 128:
-        kept = _kept_by_two(objects, place, flags, stage, G)
+    if COLUMNS == ROWS:
+        kept = _kept(objects, place, G)
     else:
-        kept = _kept(objects, place, G, COLUMNS == 128)
+        kept = _kept_by_two(objects, place, flags, stage, G)
     if kept:
         top = gl.maximum(m, top)
         # Only a row that has seen no key yet can be at -inf.
