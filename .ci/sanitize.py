@@ -18,14 +18,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from glob import glob
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -58,6 +60,10 @@ SPARSE: Mapping[str, Call] = {
     "skip 64": partial(attend, skip_threshold=0.2, skip_tile=(64, 64)),
     "skip 128": partial(attend, skip_threshold=0.2, skip_tile=(128, 128)),
 }
+# Kernels that Triton keeps for large calls -> the call that gets them here at a small size.
+GROUPS: Mapping[str, str] = {"groups 64": "skip 64"}
+FORCED: Mapping[str, str] = {**GROUPS, "split": "dense"}
+SPLITS = 3  # shares of the keys, merged by a kernel of their own
 QUANTISERS: Mapping[str, Call] = {
     "mxfp8": quantise_mxfp8,
     "nvfp4": quantise_nvfp4,
@@ -66,8 +72,10 @@ QUANTISERS: Mapping[str, Call] = {
 
 
 def kernels() -> list[str]:
-    """Names of the launches whose packages are here."""
-    found = [f"triton {name}" for name in (*SPARSE, "quantised")]
+    """Names of the launches whose packages are here and that serve this GPU."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    names = (*SPARSE, "quantised", *FORCED)
+    found = [f"triton {name}" for name in names if hopper or name not in GROUPS]
     if all(map(find_spec, ("tvm_ffi", "cutlass"))):
         found += [f"cute {name}" for name in SPARSE]
     return found + [f"quantiser {name}" for name in QUANTISERS]
@@ -85,8 +93,36 @@ def result(kernel: str, device: str) -> Tensor:
     impl, name = kernel.split(" ", 1)
     if impl == "quantiser":
         return QUANTISERS[name](data[0]).dequantise().cpu()
-    call = quantised_attention if name == "quantised" else SPARSE[name]
-    return call(*data, impl="reference" if device == "cpu" else impl).cpu()
+    call = quantised_attention if name == "quantised" else SPARSE[FORCED.get(name, name)]
+    if device == "cpu":
+        return call(*data, impl="reference")
+    with forced(name):
+        return call(*data, impl=impl).cpu()
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Within it Triton takes the kernel of :data:`FORCED` whatever the size; else nothing changes.
+
+    Raises:
+        RuntimeError: by the call, where that kernel does not compute it at any size.
+    """
+    if name not in FORCED:
+        yield
+        return
+    from blockattn.impl.triton import launch as host
+
+    def grouped(problem: Any) -> bool:
+        if not host.groups_serve(problem):
+            raise RuntimeError(f"{name}: the kernel with warp groups does not serve this call")
+        return True
+
+    if name in GROUPS:
+        changed = patch.object(host, "votes_in_groups", grouped)
+    else:
+        changed = patch.object(host, "split_count", lambda problem, tiles: SPLITS)
+    with changed:
+        yield
 
 
 def launch(kernel: str, device: str = "cuda") -> int:
@@ -146,7 +182,7 @@ def sweep(pairs: Sequence[Pair]) -> dict[Pair, tuple[str, str]]:
     def run(number: int) -> tuple[str, str]:
         tool, kernel = pairs[number]
         said, text = under(tool, kernel, number)
-        print(f"{tool or 'no tool':10} {kernel:16} {said}", flush=True)
+        print(f"{tool or 'no tool':10} {kernel:17} {said}", flush=True)
         return said, text
 
     with ThreadPoolExecutor(WORKERS) as pool:
