@@ -24,8 +24,8 @@ object waits there until the other has come, and reads its word.
   Why it is of this tile   Barrier and words are those of the place. A group comes to them once a
                            round, and again only when both have given the place back, which each
                            does when all its warps have read.
-  Why the other comes      Both see every tile in one order, the ragged one too. The one behind
-                           waits for tiles that the one ahead has given back a ring ago, or has.
+  Why the other comes      Both see every tile in one order, the ragged one too. One that waits has
+                           given back all tiles before, so that the other gets as far.
 One past the sequence objects to nothing of a common vote, so that the other decides.
 Products are waited for at once: with one in flight across the branch, ptxas 12.8 puts a wait behind
 every instruction of every product. On 64 x 64 tiles two groups, with Q in registers, took a fifth
