@@ -41,7 +41,9 @@ found["sol fp16"] = c.compile_attention(capability, element="fp16", **variants["
 if capability == 90:
     every = dict(RAGGED=True, LSE=True, SCALE_PTR=True, SCALE_OUTPUT_PTR=True)
     for element, flags in (("bf16", {}), ("fp16", every)):
-        found[f"groups {element}"] = c.compile_vote_groups(element, **flags)
+        for tile in (64, 128):
+            item = c.compile_vote_groups(element, (tile, tile), **flags)
+            found[f"groups {tile} {element}"] = item
 found["combine"] = c.compile_combine(capability)
 for exact in (False, True):
     for name, item in c.compile_preparation(capability, exact=exact).items():
@@ -104,8 +106,11 @@ def test_every_kernel_builds_without_spills(building):
         assert count["vote of all"] == (capability == 90 and not name.endswith("128")), name
     for name in (name for name in found if name.startswith("groups")):
         # Scores and output of whole tiles, and of a ragged one, by each group: none serialised.
-        tiles = 1 if name == "groups bf16" else 2
-        assert found[name]["instructions"]["matrix wait"] == 3 * 2 * tiles, name
+        groups, tiles = (3 if " 64 " in name else 2), (1 if "bf16" in name else 2)
+        count = found[name]["instructions"]
+        assert count["matrix wait"] == groups * 2 * tiles, name
+        # A place is given back once a tile, when all warps of the group are done with it.
+        assert count["arrival"] == count["arrival of all"] == groups * tiles, name
     assert_quantisers_round_as_pytorch_does(found)
     for name in (name for name in found if name.startswith("nvfp4 D=")):
         assert (found[name]["instructions"]["e2m1"] > 0) == (capability >= 100), name

@@ -58,7 +58,8 @@ class Resources:
         local, stack: bytes per thread in memory, where registers spill to.
         shared: bytes per program.
         instructions: how often each kind occurs in the PTX; ``matrix wait`` in the machine code, as
-            ptxas adds waits where it cannot keep products in flight.
+            ptxas adds waits where it cannot keep products in flight. ``arrival``: of a thread at an
+            mbarrier; ``of all`` where threads have met right before.
     """
 
     registers: int
@@ -105,16 +106,19 @@ def compile_attention(
     return _compile(attention.attention, capability, constants, config.warps, element, source)
 
 
-def compile_vote_groups(element: str = "bf16", **flags: bool) -> Resources:
+def compile_vote_groups(
+    element: str = "bf16", skip_tile: tuple[int, int] = (64, 64), **flags: bool
+) -> Resources:
     """The vote by groups, which is for 9.0 alone; ``flags`` as for :func:`compile_attention`."""
-    config = launch.GROUPED
+    config = launch.GROUPED[skip_tile]
     constants = dict.fromkeys(_switches(vote_groups.vote_groups), False) | flags
-    constants |= {"D": 128, "STAGES": config.stages}
-    tile = f"[1, {config.rows}, 1, 128]"
-    return _compile(
-        vote_groups.vote_groups, 90, constants, config.warps, element,
-        lambda name: f"tensordesc<{element}{tile},{vote_groups.LAYOUT!r}>",
-    )  # fmt: skip
+    constants |= {"D": 128, "GROUPS": config.groups, "STAGES": config.stages}
+
+    def source(name: str) -> str:
+        rows = launch.GROUP if name == "q_src" else config.columns
+        return f"tensordesc<{element}[1, {rows}, 1, 128],{vote_groups.LAYOUT!r}>"
+
+    return _compile(vote_groups.vote_groups, 90, constants, config.warps, element, source)
 
 
 def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16") -> Resources:
@@ -266,6 +270,9 @@ def _resources(built: Any) -> Resources:
     kinds |= {"approximate division": "div.full", "fused": "fma.rn", "wide load": "ld.global.v4"}
     counts = {name: ptx.count(text) for name, text in (kinds | {"mma": " mma.sync"}).items()}
     counts["matrix wait"] = usage.count("WARPGROUP.DEPBAR")
+    arrival = r"\n.*mbarrier\.arrive\.shared"
+    counts["arrival"] = len(re.findall(arrival, ptx))
+    counts["arrival of all"] = len(re.findall(r"\tbar\.sync .*\n\t// begin.*" + arrival, ptx))
     return Resources(
         numbers["REG"], numbers["LOCAL"], numbers["STACK"], built.metadata.shared, counts
     )

@@ -1,6 +1,6 @@
 """Host side of the attention kernels: configuration, buffers, one launch (or two).
 
-On Hopper large votes on 64 x 64 tiles of the full range run on a kernel of their own,
+On Hopper large votes on tiles of the full range run on a kernel of their own,
 :mod:`blockattn.impl.triton.vote_groups`; all else runs on :mod:`blockattn.impl.triton.attention`.
 """
 
@@ -30,7 +30,7 @@ class Config:
         rows, columns: queries and keys of a tile.
         warps, stages: of a program; tiles in flight.
         adaptive: a skip vote branches only once many tiles are dropped.
-        groups: of a program of ``vote_groups``, which then runs; rows and warps are those of one.
+        groups: of a program of ``vote_groups``, which then runs; warps are those of one.
     """
 
     rows: int
@@ -48,13 +48,17 @@ class Config:
             )
 
 
-GROUPED = Config(rows=64, columns=64, warps=4, stages=4, groups=3)
+GROUPED = {
+    (64, 64): Config(rows=64, columns=64, warps=4, stages=4, groups=3),
+    (128, 128): Config(rows=128, columns=128, warps=4, stages=3, groups=2),
+}
+GROUP = 64  # queries
 
 
 def configure(problem: Problem) -> Config:
     """The configuration of a call on the GPU its tensors are on."""
     if votes_in_groups(problem):
-        return GROUPED
+        return GROUPED[problem.skip_tile]
     skip_tile = None if problem.skip_threshold is None else problem.skip_tile
     return configuration(
         capability_of(problem.q.device),
@@ -92,20 +96,20 @@ def configuration(
 def votes_in_groups(problem: Problem) -> bool:
     """The kernel with groups serves the call and fills the GPU; else the other one does.
 
-    It has one program on a processor, with 192 queries. Where the last round of them leaves many
-    processors idle, smaller programs are faster.
+    It has one program on a processor, with 128 or 192 queries. Where the last round of them leaves
+    many processors idle, smaller programs are faster.
     """
     if not groups_serve(problem):
         return False
     batch, queries, heads, _ = problem.q.shape
-    programs = batch * heads * num_blocks(queries, GROUPED.groups * GROUPED.rows)
+    programs = batch * heads * num_blocks(queries, GROUPED[problem.skip_tile].groups * GROUP)
     processors = torch.cuda.get_device_properties(problem.q.device).multi_processor_count
     rounds = num_blocks(programs, processors)
     return rounds >= 2 and programs >= 0.9 * rounds * processors
 
 
 def groups_serve(problem: Problem) -> bool:
-    """A vote on 64 x 64 tiles of the full range, on Hopper, read through descriptors.
+    """A vote on tiles of the full range, on Hopper, read through descriptors.
 
     With 64 channels the kernel computes the same, but the other one is faster.
     """
@@ -113,7 +117,7 @@ def groups_serve(problem: Problem) -> bool:
         problem.algorithm == "skip_softmax"
         and problem.q.device.type == "cuda"
         and capability_of(problem.q.device)[0] == 9
-        and problem.skip_tile == (GROUPED.rows, GROUPED.columns)
+        and problem.skip_tile in GROUPED
         and problem.q.shape[3] == 128
         and problem.block_lengths is None
         and not problem.causal
@@ -243,17 +247,15 @@ def _launch_groups(
     none = problem.q
     scale, scale_ptr = _scale(problem.scale, none)
     scale_output, scale_output_ptr = _scale(problem.scale_output, none)
-    sources = (
-        LaidOut(x, *_tiles(x, config.rows), vote_groups.LAYOUT)
-        for x in (problem.q, problem.k, problem.v)
-    )
+    heights = (problem.q, GROUP), (problem.k, config.columns), (problem.v, config.columns)
+    sources = (LaidOut(x, *_tiles(x, rows), vote_groups.LAYOUT) for x, rows in heights)
     kernel: Any = vote_groups.vote_groups
-    kernel[(num_blocks(queries, config.groups * config.rows), heads, batch)](
+    kernel[(num_blocks(queries, config.groups * GROUP), heads, batch)](
         *sources, out, lse if lse is not None else none, dropped,
         scale_ptr, scale, scale_output_ptr, scale_output, problem.skip_limit,
         queries, keys, heads, key_heads,
-        D=dim, STAGES=config.stages, RAGGED=keys % config.columns != 0, LSE=lse is not None,
-        SCALE_PTR=isinstance(problem.scale, Tensor),
+        D=dim, GROUPS=config.groups, STAGES=config.stages, RAGGED=keys % config.columns != 0,
+        LSE=lse is not None, SCALE_PTR=isinstance(problem.scale, Tensor),
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor), num_warps=config.warps,
     )  # fmt: skip
 

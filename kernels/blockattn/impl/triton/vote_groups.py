@@ -1,20 +1,35 @@
-"""The skip vote on Hopper with warp groups that vote by themselves (Gluon).
+"""The skip vote on Hopper by warp groups, with a warp that brings keys and values (Gluon).
 
 Plan. A program owns GROUPS x 64 queries of a head, 64 for each warp group of four warps, and one
-warp more that brings keys and values. Tiles of 64 keys go through two rings of STAGES places in
-shared memory, one of K and one of V; Q lies there too, the state (acc, m, l) in registers.
+warp more that brings keys and values. Tiles of keys go through a ring of STAGES places in shared
+memory, each for K and V; Q lies there too, the state (acc, m, l) in registers. On 64 x 64 tiles
+there are three groups, each with a vote of its own; on 128 x 128 two, which share one.
   bringing warp   waits until every group is done with a place, fetches the next tile into it (TMA)
   group           waits for K, multiplies, votes; where a row objects, it takes exponentials, waits
-                  for V and multiplies again; then it gives both places back
-A tile of K or V is read once for all queries of the program. Groups wait for nobody but the
-bringing warp and may be as far apart as the rings are long, so that one which drops a tile does not
-wait for one which keeps it. The vote is one barrier of the group's warps, which also reduces. V is
-fetched in any case: what the votes will say is not known when it has to leave.
-Each place of a ring has two barriers: ``full`` counts the bytes of a tile, ``free`` the groups that
-are done with it. A group that drops a tile does not wait for its V, so the bringing warp does,
-before it fetches into that place again and before it ends.
+                  for V and multiplies again; then it gives the place back
+A tile of K or V is read once for all queries of the program. V is fetched in any case: what the
+votes will say is not known when it has to leave.
+Each place has three barriers: ``k_full`` and ``v_full`` count the bytes of a tile, ``free`` the
+groups that are done with it. A barrier tells a round of the ring from the next by one bit, so that
+nobody may be a round ahead: K is fetched only when V of the round before has come and every group
+is done with both. For a group that drops a tile does not wait for its V; the bringing warp does.
+Triton lets the warps of a group meet before one thread gives a place back (a test counts that).
+Within a group the vote is a barrier of its warps, which also reduces. A group with a vote of its
+own waits for no other: they may be a ring apart, and one which drops a tile does not wait for one
+which keeps it. Of two with a common vote, one that objects does not wait either, as the tile is
+kept whatever the other says: it leaves word, arrives at a barrier and goes on. One that does not
+object waits there until the other has come, and reads its word.
+  Why the word is there    Every thread leaves a byte and then arrives or waits itself, so that the
+                           barrier orders each byte before what those who waited read.
+  Why it is of this tile   Barrier and words are those of the place. A group comes to them once a
+                           round, and again only when both have given the place back, which each
+                           does when all its warps have read.
+  Why the other comes      Both see every tile in one order, the ragged one too. One that waits has
+                           given back all tiles before, so that the other gets as far.
+One past the sequence objects to nothing of a common vote, so that the other decides.
 Products are waited for at once: with one in flight across the branch, ptxas 12.8 puts a wait behind
-every instruction of every product. Two groups, with Q in registers, took a fifth longer than three.
+every instruction of every product. On 64 x 64 tiles two groups, with Q in registers, took a fifth
+longer than three.
 The accumulator is multiplied only by a warp in which a maximum rises, and the maximum of a row is
 taken over integers: that leaves out a quarter of the instructions of a tile that is kept.
 The ragged last tile comes behind the loop, where scores of missing keys are set to -inf.
@@ -39,29 +54,53 @@ from blockattn.impl.triton.vote import DROPPED
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-REGISTERS = gl.constexpr(160)  # of a thread of a group
-TILE = gl.constexpr(64)  # queries of a group, and keys of a tile
+ROWS = gl.constexpr(64)  # queries of a group
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-GROUPS = gl.constexpr(3)
-# One text for each group, as a register of PTX and a barrier belong to one of them.
-DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(GROUPS.value)))
-VOTE = gl.constexpr(
-    tuple(
-        f"""{{
+FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+GROUPS = gl.constexpr(3)  # at most
+
+
+def _vote_text(group: int, note: str = "") -> str:
+    """Whether a row of the group objects; ``note`` is done by threads that hear of none."""
+    return f"""{{
         .reg .pred any;
         .reg .b32 said;
         or.b32 said, $2, $3;
         setp.ne.b32 any, said, 0;
-        barrier.cta.red.or.pred any, {9 + i}, 128, any;
-        selp.b32 said_{i}, 1, 0, any;
-        mov.b32 $0, said_{i};
-        mov.b32 $1, said_{i};
-        mov.b32 said, {DROPPED.value};
-        @!any st.global.u8 [$4], said;
+        barrier.cta.red.or.pred any, {9 + group}, 128, any;
+        selp.b32 said_{group}, 1, 0, any;
+        mov.b32 $0, said_{group};
+        mov.b32 $1, said_{group};
+        {note}
         }}"""
-        for i in range(GROUPS.value)
-    )
-)
+
+
+def _other_text(group: int) -> str:
+    """The outcome is what the other group said, where this one does not object."""
+    return f"""{{
+        .reg .pred drops;
+        .reg .b32 said;
+        mov.b32 said_{group}, $1;
+        setp.eq.b32 drops, said_{group}, 0;
+        mov.b32 said, {DROPPED.value};
+        mov.b32 $0, said;
+        @drops st.global.u8 [$2], said;
+        }}"""
+
+
+def _pair_text(how: str) -> str:
+    """Arrives or waits at the barrier of two groups that a place of the ring has: 11 and more."""
+    return f"{{ .reg .b32 bar; add.u32 bar, $1, 11; barrier.cta.{how} bar, 256; mov.b32 $0, bar; }}"
+
+
+NOTE = f"mov.b32 said, {DROPPED.value}; @!any st.global.u8 [$4], said;"
+# One text for each group, as a register of PTX and a barrier belong to one of them.
+DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(GROUPS.value)))
+VOTE = gl.constexpr(tuple(_vote_text(i, NOTE) for i in range(GROUPS.value)))
+HALF_VOTE = gl.constexpr(tuple(_vote_text(i) for i in range(2)))
+OTHER_VOTE = gl.constexpr(tuple(_other_text(i) for i in range(2)))
+ARRIVE = gl.constexpr(_pair_text("arrive"))
+MEET = gl.constexpr(_pair_text("sync"))
 SIGNS = gl.constexpr(
     tuple(
         f"""{{
@@ -92,7 +131,7 @@ def _declare(G: gl.constexpr):
 
 @gluon.jit
 def _kept(objects, place, G: gl.constexpr):
-    """Whether a row of group G needs the tile; notes at ``place`` of the map that none does.
+    """Whether a row of group G needs the tile; if none does, notes that.
 
     Args:
         objects: int32 ``[64]``, not 0 where a row needs the tile; two rows in each thread.
@@ -102,6 +141,33 @@ def _kept(objects, place, G: gl.constexpr):
     gl.inline_asm_elementwise(
         VOTE[G], "=r,=r,r,r,l,l", [objects, place], dtype=gl.int32, is_pure=False, pack=2
     )
+    said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return said != 0
+
+
+@gluon.jit
+def _kept_by_two(objects, place, flags, stage, G: gl.constexpr):
+    """:func:`_kept` for two groups with a common vote; the plan says who waits for whom.
+
+    Args:
+        flags: for each group int8 ``[STAGES, 128]`` in shared memory, its words for the other one.
+        stage: the tile's place in the ring.
+    """
+    place = place.to(gl.int64, bitcast=True)
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(
+        HALF_VOTE[G], "=r,=r,r,r", [objects], dtype=gl.int32, is_pure=False, pack=2
+    )
+    said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    flags[G].index(stage).store(gl.full([128], 0, gl.int8, each) + said.to(gl.int8))
+    if said != 0:
+        gl.inline_asm_elementwise(ARRIVE, "=r,r", [stage], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise(MEET, "=r,r", [stage], dtype=gl.int32, is_pure=False, pack=1)
+        other = flags[1 - G].index(stage).load(each).to(gl.int32)
+        gl.inline_asm_elementwise(
+            OTHER_VOTE[G], "=r,r,l", [other, place], dtype=gl.int32, is_pure=False, pack=1
+        )
     said = gl.inline_asm_elementwise(SAID[G], "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     return said != 0
 
@@ -144,19 +210,19 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _bring(k_src, v_src, k_ring, v_ring, batch, head, tiles, STAGES: gl.constexpr):
+def _bring(call, STAGES: gl.constexpr):
     """The warp that fetches tiles of K and V."""
-    k_tiles, k_full, k_free = k_ring
-    v_tiles, v_full, v_free = v_ring
+    k_src, v_src, ring, batch, head, keys = call
+    k_tiles, v_tiles, k_full, v_full, free = ring
+    COLUMNS: gl.constexpr = k_src.block_shape[1]
     stage = 0
     phase = 1  # a wait for the phase before the first does not wait
-    for n in range(tiles):
-        mbarrier.wait(k_free.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), k_src.block_type.nbytes)
-        place = [batch, n * TILE, head, 0]
-        tma.async_copy_global_to_shared(k_src, place, k_full.index(stage), k_tiles.index(stage))
-        mbarrier.wait(v_free.index(stage), phase)
+    for n in range(gl.cdiv(keys, COLUMNS)):
+        mbarrier.wait(free.index(stage), phase)
         mbarrier.wait(v_full.index(stage), phase)
+        place = [batch, n * COLUMNS, head, 0]
+        mbarrier.expect(k_full.index(stage), k_src.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_src, place, k_full.index(stage), k_tiles.index(stage))
         mbarrier.expect(v_full.index(stage), v_src.block_type.nbytes)
         tma.async_copy_global_to_shared(v_src, place, v_full.index(stage), v_tiles.index(stage))
         stage, phase = _next(stage, phase, STAGES)
@@ -167,7 +233,7 @@ def _bring(k_src, v_src, k_ring, v_ring, batch, head, tiles, STAGES: gl.constexp
 
 @gluon.jit
 def _tile(
-    acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, rest,
+    acc, m, l, q, ring, flags, stage, phase, place, alive, unit, limit, rest,
     G: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of one tile, the vote, and the softmax update where it is kept.
@@ -177,24 +243,27 @@ def _tile(
         alive: rows that vote; rest: keys of the tile, where MASKED.
         place: int8 pointer, where the map has the tile.
     """
-    k_tiles, k_full, k_free = k_ring
-    v_tiles, v_full, v_free = v_ring
-    TILE_SHAPE: gl.constexpr = [TILE, q.shape[1]]
+    k_tiles, v_tiles, k_full, v_full, free = ring
+    COLUMNS: gl.constexpr = k_tiles.shape[2]
+    TILE_SHAPE: gl.constexpr = [COLUMNS, q.shape[1]]
     s_layout: gl.constexpr = m.type.layout.parent
     o_layout: gl.constexpr = acc.type.layout
     mbarrier.wait(k_full.index(stage), phase)
     k = k_tiles.index(stage).reshape(TILE_SHAPE)
-    zero = gl.full([TILE, TILE], 0.0, gl.float32, s_layout)
+    zero = gl.full([ROWS, COLUMNS], 0.0, gl.float32, s_layout)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     if MASKED:
-        column = gl.arange(0, TILE, gl.SliceLayout(0, s_layout))
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, s_layout))
         s = gl.where(gl.expand_dims(column < rest, 0), s, -float("inf"))
     top = _row_maximum(s, G)
     gap = gl.where(top == -float("inf"), top, (top - m) * unit)
     objects = (gap < limit) == 0  # as a row with NaN does
-    kept = _kept((alive & objects).to(gl.int32), place, G)
-    mbarrier.arrive(k_free.index(stage))
+    objects = (alive & objects).to(gl.int32)
+    if COLUMNS == ROWS:
+        kept = _kept(objects, place, G)
+    else:
+        kept = _kept_by_two(objects, place, flags, stage, G)
     if kept:
         top = gl.maximum(m, top)
         # Only a row that has seen no key yet can be at -inf.
@@ -212,7 +281,7 @@ def _tile(
         v = v_tiles.index(stage).reshape(TILE_SHAPE)
         acc = warpgroup_mma(a, v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_free.index(stage))
+    mbarrier.arrive(free.index(stage))
     return acc, m, l
 
 
@@ -230,38 +299,41 @@ def _vote(
 ):  # fmt: skip
     """One warp group: its 64 queries against every tile of keys."""
     (
-        q_tiles, q_full, k_ring, v_ring, out_ptr, lse_ptr, drop_ptr,
+        q_tiles, q_full, ring, flags, out_ptr, lse_ptr, drop_ptr,
         unit, scale_output, limit, shape,
     ) = call  # fmt: skip
     batch, head, heads, first, queries, keys = shape
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    COLUMNS: gl.constexpr = ring[0].shape[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     _declare(G)
-    start = first + G * TILE
-    row = start + gl.arange(0, TILE, row_layout)
-    # A group past the sequence has no line in the map: it objects to all, and so notes nothing.
-    alive = (row < queries) | (start >= queries)
-    limit = gl.where(start < queries, limit, -float("inf"))
-    m = gl.full([TILE], -float("inf"), gl.float32, row_layout)
-    l = gl.full([TILE], 0.0, gl.float32, row_layout)
-    acc = gl.full([TILE, D], 0.0, gl.float32, o_layout)
+    start = first + G * ROWS
+    row = start + gl.arange(0, ROWS, row_layout)
+    alive = row < queries
+    if COLUMNS == ROWS:
+        # A group past the sequence has no line in the map: it objects to all, and notes nothing.
+        alive = alive | (start >= queries)
+        limit = gl.where(start < queries, limit, -float("inf"))
+    m = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
+    l = gl.full([ROWS], 0.0, gl.float32, row_layout)
+    acc = gl.full([ROWS, D], 0.0, gl.float32, o_layout)
     line = batch.to(gl.int64) * heads + head
-    tiles = gl.cdiv(keys, TILE)
-    place = drop_ptr + (line * gl.cdiv(queries, TILE) + start // TILE) * tiles
+    tile = start // COLUMNS  # a voting tile is as high as it is wide
+    place = drop_ptr + (line * gl.cdiv(queries, COLUMNS) + tile) * gl.cdiv(keys, COLUMNS)
     mbarrier.wait(q_full, 0)
-    q = q_tiles.index(G).reshape([TILE, D])
+    q = q_tiles.index(G).reshape([ROWS, D])
     stage = 0
     phase = 0
-    for _ in range(keys // TILE):
+    for _ in range(keys // COLUMNS):
         acc, m, l = _tile(
-            acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, 0, G, False
+            acc, m, l, q, ring, flags, stage, phase, place, alive, unit, limit, 0, G, False
         )
         place += 1
         stage, phase = _next(stage, phase, STAGES)
     if RAGGED:
         acc, m, l = _tile(
-            acc, m, l, q, k_ring, v_ring, stage, phase, place, alive, unit, limit, keys % TILE,
+            acc, m, l, q, ring, flags, stage, phase, place, alive, unit, limit, keys % COLUMNS,
             G, True,
         )  # fmt: skip
     empty = l == 0.0
@@ -269,7 +341,7 @@ def _vote(
         lse = gl.where(empty, -float("inf"), (m * unit + gl.log2(l)) * LN_2)
         gl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
     factor = _as_rows_of(scale_output / gl.where(empty, 1.0, l), o_layout)
-    row = start + gl.arange(0, TILE, gl.SliceLayout(1, o_layout))
+    row = start + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
     column = gl.arange(0, D, gl.SliceLayout(0, o_layout))
     source = (batch.to(gl.int64) * queries + row) * heads + head
     target = out_ptr + gl.expand_dims(source * D, 1) + gl.expand_dims(column, 0)
@@ -278,42 +350,50 @@ def _vote(
 
 
 @gluon.jit
-def _ring(src, STAGES: gl.constexpr, D: gl.constexpr):
-    """Tiles of STAGES places that every group reads, and their barriers ``full`` and ``free``."""
-    tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, TILE, 1, D], src.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+def _ring(src, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """STAGES places for a tile of K and one of V, and their barriers."""
+    COLUMNS: gl.constexpr = src.block_shape[1]
+    D: gl.constexpr = src.block_shape[3]
+    k_tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, COLUMNS, 1, D], src.layout)
+    v_tiles = gl.allocate_shared_memory(src.dtype, [STAGES, 1, COLUMNS, 1, D], src.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
-    return tiles, full, free
+    return k_tiles, v_tiles, k_full, v_full, free
 
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads", "key_heads"])
 def vote_groups(
     q_src, k_src, v_src, out_ptr, lse_ptr, drop_ptr,
     scale_ptr, scale, scale_output_ptr, scale_output, limit, queries, keys, heads, key_heads,
-    D: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr, LSE: gl.constexpr,
-    SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
+    D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr,
+    LSE: gl.constexpr, SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
 ):  # fmt: skip
     """The kernel of the plan above; :mod:`blockattn.impl.triton.launch` calls it.
 
     Args:
-        q_src, k_src, v_src: descriptors of ``[B, T, H, D]`` with tiles ``[1, 64, 1, D]``.
+        q_src: descriptor of ``[B, Tq, Hq, D]`` with tiles ``[1, 64, 1, D]``; k_src, v_src: of
+            ``[B, Tk, Hk, D]`` with tiles ``[1, COLUMNS, 1, D]``, which tells 64 from 128.
         out_ptr: contiguous ``[B, Tq, Hq, D]``; lse_ptr: float32 ``[B, Hq, Tq]``.
         drop_ptr: int8 ``[B, Hq, Nq, Nk]``, zeros; DROPPED is noted there.
         limit: log2(lambda), compared with base-2 logits.
     """
-    first, head, batch = gl.program_id(0) * (GROUPS * TILE), gl.program_id(1), gl.program_id(2)
-    q_tiles = gl.allocate_shared_memory(q_src.dtype, [GROUPS, 1, TILE, 1, D], q_src.layout)
+    first, head, batch = gl.program_id(0) * (GROUPS * ROWS), gl.program_id(1), gl.program_id(2)
+    q_tiles = gl.allocate_shared_memory(q_src.dtype, [GROUPS, 1, ROWS, 1, D], q_src.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    k_ring = _ring(k_src, STAGES, D)
-    v_ring = _ring(v_src, STAGES, D)
+    ring = _ring(k_src, STAGES, GROUPS)
+    flags_0 = gl.allocate_shared_memory(gl.int8, [STAGES, 128], FLAGS)
+    flags_1 = gl.allocate_shared_memory(gl.int8, [STAGES, 128], FLAGS)
+    flags = (flags_0, flags_1)
     fence_async_shared()
     mbarrier.expect(q_full, GROUPS * q_src.block_type.nbytes)
     for i in gl.static_range(GROUPS):
-        place = [batch, first + i * TILE, head, 0]
+        place = [batch, first + i * ROWS, head, 0]
         tma.async_copy_global_to_shared(q_src, place, q_full, q_tiles.index(i))
     if SCALE_PTR:
         scale = gl.load(scale_ptr)
@@ -321,16 +401,28 @@ def vote_groups(
         scale_output = gl.load(scale_output_ptr)
     key_head = head // (heads // key_heads)
     call = (
-        q_tiles, q_full, k_ring, v_ring, out_ptr, lse_ptr, drop_ptr,
+        q_tiles, q_full, ring, flags, out_ptr, lse_ptr, drop_ptr,
         scale * LOG2_E, scale_output, limit, (batch, head, heads, first, queries, keys),
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
-            (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
-            (_vote, (call, 2, STAGES, D, RAGGED, LSE)),
-            (_bring, (k_src, v_src, k_ring, v_ring, batch, key_head, gl.cdiv(keys, TILE), STAGES)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    bring = (k_src, v_src, ring, batch, key_head, keys)
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 2, STAGES, D, RAGGED, LSE)),
+                (_bring, (bring, STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
+                (_bring, (bring, STAGES)),
+            ],
+            [4, 1],
+            [232, 24],
+        )
