@@ -61,7 +61,7 @@ SPARSE: Mapping[str, Call] = {
     "skip 128": partial(attend, skip_threshold=0.2, skip_tile=(128, 128)),
 }
 # Kernels that Triton keeps for large calls -> the call that gets them here at a small size.
-GROUPS: Mapping[str, str] = {"groups 64": "skip 64"}
+GROUPS: Mapping[str, str] = {"groups 64": "skip 64", "groups 128": "skip 128"}
 FORCED: Mapping[str, str] = {**GROUPS, "split": "dense"}
 SPLITS = 3  # shares of the keys, merged by a kernel of their own
 QUANTISERS: Mapping[str, Call] = {

@@ -12,14 +12,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from blockattn.impl.cute import softmax, summaries, wgmma
 from blockattn.impl.cute.ahead import new_scores, walk_ahead
+from blockattn.impl.cute.alone import walk_alone
 from blockattn.impl.cute.items import next_entry, tail_tiles
 from blockattn.impl.cute.producer import announced, tile_ways
-from blockattn.impl.cute.shapes import GROUP, GROUPS, ROWS, WARP, Shapes
+from blockattn.impl.cute.shapes import BLOCK, GROUP, OUTPUT_BARRIER, ROWS, WARP, Shapes
 from blockattn.impl.cute.steps import free_rows, start_keys, wait_for_keys
-from blockattn.impl.cute.voting import walk_voting
+from blockattn.impl.cute.together import walk_together
 from blockattn.impl.cute.walk import pass_turn, walk
-
-OUTPUT_BARRIER = 1  # and one more for the second group
 
 
 @cute.jit
@@ -44,8 +43,8 @@ def _consume(shapes: Shapes, work: Any, target: Any):
     call, g = work.call, work.g
     use, q_phase, phases, taken = Int32(0), Int32(0), Int32(0), Int32(0)
     work.votes[0] = Int32(0)
-    voting = shapes.variant.skip is not None
-    if const_expr(not voting):
+    skip = shapes.variant.skip
+    if const_expr(skip is None):
         if g == 1:
             pass_turn(work)  # the first group begins
     is_item, place, counts = announced(call, work.lane, taken)
@@ -53,10 +52,12 @@ def _consume(shapes: Shapes, work: Any, target: Any):
         at = _rows(shapes, work, place, counts, use)
         softmax.clear(work)
         cute.arch.mbarrier_wait(call.bars.q_full + g, q_phase)
-        if const_expr(voting):
-            phases = walk_voting(shapes, work, at, phases)
-        else:
+        if const_expr(skip is None):
             phases = walk(shapes, work, at, phases)
+        elif const_expr(skip == BLOCK):
+            phases = walk_alone(shapes, work, at, phases)
+        else:
+            phases = walk_together(shapes, work, at, phases)
         softmax.finish(work)
         _write(shapes, work, at, target)
         free_rows(work)
@@ -95,14 +96,19 @@ def _rows(shapes: Shapes, work: Any, place: Any, counts: Any, use: Int32) -> Any
     """The query rows of the group of an item, and its entries.
 
     Returns:
-        batch, head, group; row: the first of the 64. In entries of the ring: use, use_after: number
+        batch, head, group; row: the first of the 64; marks: their row of the map of dropped tiles,
+        or None. In entries of the ring: use, use_after: number
         of the first one of this item and of the next; tail: summaries; both: of both groups,
         summaries included; fewer: of one group alone, in the group that has fewer; total: its own.
     """
     (pair, head, batch), (both, first, second) = place, counts
     tail = tail_tiles(shapes, work.call)
+    row, marks = (pair * shapes.groups + work.g) * ROWS, None
+    if shapes.variant.skip is not None:
+        marks = work.call.dropped[batch, head, row // shapes.variant.skip, None]
+        marks = cute.make_tensor(softmax.pinned_pointer(marks.iterator), marks.layout)
     return SimpleNamespace(
-        head=head, batch=batch, row=(pair * GROUPS + work.g) * ROWS, group=work.g, tail=tail,
+        marks=marks, head=head, batch=batch, row=row, group=work.g, tail=tail,
         use=use, use_after=use + tail + both + first + second, both=tail + both,
         fewer=cutlass.min(first, second), total=tail + both + _own(work.g, first, second),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from blockattn.impl.cute.shapes import BLOCK, GROUPS, KINDS, ROWS, Shapes
+from blockattn.impl.cute.shapes import BLOCK, KINDS, ROWS, Shapes
 
 
 @cute.jit
@@ -35,7 +35,7 @@ def entry_counts(shapes: Shapes, call: Any, place: Any):
         both, first, second = count[0], count[1], count[2]
     elif const_expr(shapes.variant.causal):
         tiles = both
-        seen = GROUPS * ROWS // shapes.columns * (pair + 1)
+        seen = cute.ceil_div(shapes.groups * ROWS * (pair + 1), shapes.columns)
         if const_expr(shapes.columns == ROWS):  # the last tile is past every row of the first
             both = cutlass.min(tiles, seen - 1)
             second = cutlass.min(tiles, seen) - both

@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from blockattn.impl.cute.items import entry_counts, entry_kind, item_place, tail_tiles
-from blockattn.impl.cute.shapes import GROUPS, KINDS, READERS, ROWS, SLOTS, WARP, WORDS, Shapes
+from blockattn.impl.cute.shapes import GROUP, KINDS, ROWS, SLOTS, WARP, WORDS, Shapes
 
 
 def tile_ways(
@@ -46,7 +46,7 @@ def produce_keys(shapes: Shapes, call: Any, s_q: Any, s_k: Any, sources: Any):
         counts_next = entry_counts(shapes, call, place_next)
         pair, head, batch = place
         from_q, to_q = tile_ways(shapes, load_q, q, s_q, ROWS, head, batch)
-        for g in cutlass.range_constexpr(GROUPS):
+        for g in cutlass.range_constexpr(shapes.groups):
             _fetch_query(shapes, call, lane, g, q_phase, load_q, from_q, to_q, pair)
         q_phase ^= 1
         use = _fetch_entries(
@@ -171,7 +171,7 @@ def _fetch_query(
     cute.arch.mbarrier_wait(empty, phase)
     if lane == 0:
         cute.arch.mbarrier_arrive_and_expect_tx(full, ROWS * shapes.variant.dim * 2)
-    cute.copy(load, source[None, pair * GROUPS + g], target[None, g], tma_bar_ptr=full)
+    cute.copy(load, source[None, pair * shapes.groups + g], target[None, g], tma_bar_ptr=full)
 
 
 @cute.jit
@@ -188,5 +188,5 @@ def _fetch(
             numbers[stage] = tile
         cute.arch.mbarrier_arrive_and_expect_tx(arrived, shapes.columns * shapes.variant.dim * 2)
         if kind != 0:
-            cute.arch.mbarrier_arrive(empty + stage, arrive_count=READERS // GROUPS)
+            cute.arch.mbarrier_arrive(empty + stage, arrive_count=GROUP // WARP)
     cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=arrived)

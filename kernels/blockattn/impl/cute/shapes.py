@@ -12,19 +12,22 @@ from blockattn.impl.cute import wgmma
 from blockattn.impl.cute.variant import Variant
 
 ROWS = 64  # query rows of a group
-GROUPS = 2  # that compute
 GROUP = 128  # threads
 WARP = 32
 BLOCK = 64  # tokens of a block of a route
 SHARED = 227 * 1024  # bytes of shared memory of a program
 MOST_STAGES = 8
-READERS = GROUPS * GROUP // WARP  # warps that release a stage
 SLOTS = 4  # items that the producer may have announced ahead
 WORDS = 8  # of an announcement: is it an item, pair, head, batch, its three counts; and one unused
 KINDS = 4  # of entries: of both groups, of the first, of the second; and one unused
 BARRIERS = (
     "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "item_full", "item_empty", "vote"
 )  # fmt: skip
+# Named barriers of the first group; those of the others follow.
+OUTPUT_BARRIER = 1  # the output tile is written
+TURN_BARRIER = 4  # a group may multiply
+VALUES_BARRIER = 6  # padding of V is blanked
+VOTE_BARRIER = 8  # all threads have voted
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
@@ -38,12 +41,14 @@ class Shapes:
             from registers: read from shared memory for every product of 64 x 64, it would take all
             of its bandwidth. Otherwise, where nothing votes, the products of the two groups
             alternate, so that one multiplies while the other does its softmax.
+        groups: that compute, each 64 query rows of an item.
         stages: tiles of K, and of V, in flight.
     """
 
     variant: Variant
     columns: int
     ahead: bool
+    groups: int
     stages: int
 
     @classmethod
@@ -51,15 +56,16 @@ class Shapes:
         """Tiles as measured to be best on an H200, and as many stages as shared memory holds."""
         by_blocks = variant.routed or variant.lengths
         columns = BLOCK if by_blocks else 2 * BLOCK
-        rows = GROUPS * ROWS * variant.dim * 2  # bytes of Q, whose place the output takes
+        groups = 3 if variant.skip == BLOCK and not by_blocks else 2
+        rows = groups * ROWS * variant.dim * 2  # bytes of Q, whose place the output takes
         ring = 2 * columns * variant.dim * 2
         stages = min(MOST_STAGES, (SHARED - rows - 1024) // ring)
-        return cls(variant, columns, by_blocks, stages)
+        return cls(variant, columns, by_blocks, groups, stages)
 
     @property
-    def voting_tiles(self) -> int:
-        """Tiles of a key tile that are dropped or kept each for itself."""
-        return self.columns // (self.variant.skip or self.columns)
+    def readers(self) -> int:
+        """Warps that release a stage."""
+        return self.groups * GROUP // WARP
 
     @property
     def element(self) -> Any:
@@ -68,7 +74,7 @@ class Shapes:
 
     def query_layout(self) -> Any:
         """Q, and the output: (rows, D, group)."""
-        return wgmma.shared_layout(self.element, ROWS, self.variant.dim, GROUPS)
+        return wgmma.shared_layout(self.element, ROWS, self.variant.dim, self.groups)
 
     def key_layout(self) -> Any:
         """K, and V: (columns, D, stage)."""
@@ -79,14 +85,15 @@ class Shapes:
         if name.endswith("full"):
             return 1
         if name == "item_empty":
-            return READERS + 1  # and the warp that fetches V
-        alone = name == "q_empty" or (name == "vote" and self.variant.skip == BLOCK)
-        return READERS // GROUPS if alone else READERS
+            return self.readers + 1  # and the warp that fetches V
+        return GROUP // WARP if name == "q_empty" else self.readers
 
     def barriers(self, name: str) -> int:
         """How many of the barriers ``name`` there are."""
-        if name.startswith(("q", "vote")):
-            return GROUPS
+        if name.startswith("q"):
+            return self.groups
+        if name == "vote":
+            return 1
         if name.startswith("item"):
             return SLOTS
         return self.stages * (KINDS if name.endswith("full") else 1)
@@ -104,7 +111,7 @@ class Shapes:
         fields = {
             **{name: words[cutlass.Int64, self.barriers(name)] for name in BARRIERS},
             "entry": words[cutlass.Int32, self.stages],
-            "notes": cute.struct.Align[words[cutlass.Int8, 2 * READERS], 4],
+            "notes": cute.struct.Align[words[cutlass.Int8, 2 * self.readers], 4],
             "item": words[cutlass.Int32, SLOTS * WORDS],
             "q": query, "k": keys, "v": keys,
         }  # fmt: skip

@@ -1,38 +1,39 @@
 """Attention on Hopper (sm_90a): full range or route, tail, padded blocks, causal, LSE (CuTe DSL).
 
-Plan. A program is persistent and takes items (pair of neighbouring query blocks, head, batch) as it
-gets ready for them. It has 384 threads: a warp group of which one warp fetches Q and K and another
-V, and two that compute, each 64 query rows of the pair (two query blocks of a route).
+Plan. A program is persistent and takes items (GROUPS neighbouring query blocks, head, batch) as it
+gets ready for them. It has a warp group of which one warp fetches Q and K and another V, and two or
+three that compute, each 64 query rows of the item (with a route, a query block of it).
   Tiles     K and V of COLUMNS keys: 64 for routes and padded blocks, else 128. Q of 64 rows a
             group.
-  Shared    rings of STAGES tiles of K and of V, and Q of both groups, whose place the output takes:
-            224 kB at D = 128 with 6 stages of 64 keys or 3 of 128.
-  Registers 24 for the fetching group, 240 for the others: 64 accumulate the output (D = 128); two
+  Shared    rings of STAGES tiles of K and of V, and Q of the groups, whose place the output takes:
+            at D = 128 224 kB with 6 stages of 64 keys or 3 of 128; with three groups 176 kB, 2 of
+            128.
+  Registers 24 for the fetching group. Two groups have 240: 64 accumulate the output (D = 128); two
             sets of 32, or one of 64, hold scores, as many bits of two sets probabilities; 32 hold Q
-            where it is an operand from registers. With votes on key tiles of 128 there are two
-            sets of 64, and probabilities take the place of their scores.
-  Sharing   Both groups walk one ring. A pair's entries come in the order: summaries of the tail,
+            where it is an operand from registers. With votes on 128 x 128 there are two sets of 64.
+            Three groups have 160: 64 for the output and 64 for scores, which probabilities replace.
+  Sharing   All groups walk one ring. A pair's entries come in the order: summaries of the tail,
             key blocks of both query blocks, then those of one alone in turn. From the three counts
             a group knows the stage of its next entry and looks at no other; the producer releases
             an entry of one group on behalf of the other.
-  Overlap   Products run under the softmax of the same group (``walk``, ``voting``, ``ahead``), the
-            first scores of an item by blocks while the one before is written; the other group fills
-            what is left. What limits a group is its chain of instructions, so that one looks at no
-            maxima where nothing votes (``softmax``), computes places of entries early (``ahead``)
-            and reads a verdict late (``voting``).
-Who waits for whom (mbarriers; a phase per use of a stage, 8 warps of readers to release):
+  Overlap   With two groups products run under the softmax of the same group (``walk``,
+            ``together``, ``ahead``), the first scores of an item by blocks while the one before is
+            written; the other group fills what is left. What limits a group is its chain of
+            instructions, so that one looks at no maxima where nothing votes (``softmax``), computes
+            places of entries early (``ahead``) and reads a verdict late (``together``). Where each
+            group votes alone (``alone``), three share the matrix unit and wait for their products.
+Who waits for whom (mbarriers; a phase per use of a stage, 4 warps of each group to release):
   item_full[n]    groups and the warp that fetches V for the item that the other begins;
                   item_empty[n] the other way
   q_full[g]       group g for its Q; q_empty[g] producer until its 4 warps have read it, and the
                   output that lies there has left
-  k_full[s][kind] groups for K, and its number; kind: entry of both groups, of the first, of the
+  k_full[s][kind] groups for K, and its number; kind: entry of all groups, of the first, of the
                   second, because a group cannot tell phases in which it has no part
-  k_empty[s]      producer until both groups have multiplied
+  k_empty[s]      producer until all groups have multiplied
   v_full[s][kind], v_empty[s] likewise for V
-  vote[g]         warps of g for all notes on an entry; vote[0] those of both groups, where they
-                  decide together
-Named barriers 1 and 2: a group around its output tile, which leaves by TMA; 3 and 4: whose turn it
-is to multiply; 5 and 6: padding of V blanked; 8 and 9: a vote on tiles by blocks.
+  vote            warps of both groups for all notes on an entry, where they decide together
+Named barriers (numbers in ``shapes``): a group around its output tile, which leaves by TMA; whose
+turn it is to multiply; padding of V blanked; a vote on tiles of 64 x 64.
 The reference of a row is kept in raw units (q . k); the scale enters inside exp2 only.
 """
 
@@ -49,7 +50,7 @@ from cutlass.cute.nvgpu import cpasync
 from blockattn.impl.cute import wgmma
 from blockattn.impl.cute.consumer import consume
 from blockattn.impl.cute.producer import produce_keys, produce_values
-from blockattn.impl.cute.shapes import BARRIERS, GROUP, GROUPS, READERS, ROWS, SLOTS, WORDS, Shapes
+from blockattn.impl.cute.shapes import BARRIERS, GROUP, ROWS, SLOTS, WORDS, Shapes
 from blockattn.impl.cute.variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -119,7 +120,7 @@ class Attention:
             k_mean, v_sum = _tokens_first(k_mean), _tokens_first(v_sum)
             load_mean, mean_tma = cpasync.make_tiled_tma_atom(load, k_mean, stage, tile)
             load_sum, sum_tma = cpasync.make_tiled_tma_atom(load, v_sum, stage, tile)
-        pairs = cute.ceil_div(q.shape[0], GROUPS * ROWS)
+        pairs = cute.ceil_div(q.shape[0], shapes.groups * ROWS)
         items = pairs * q.shape[2] * q.shape[3]
         kernel: Any = self._kernel
         kernel(
@@ -130,7 +131,7 @@ class Attention:
             q.shape[2], q.shape[2] // k.shape[2],
         ).launch(
             grid=(cutlass.min(programs, items), 1, 1),
-            block=((GROUPS + 1) * GROUP, 1, 1),
+            block=((shapes.groups + 1) * GROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -166,7 +167,7 @@ class Attention:
             bars=bars, entry=storage.entry.get_tensor(cute.make_layout(shapes.stages)),
             item=storage.item.get_tensor(cute.make_layout((WORDS, SLOTS))), counter=counter,
             pair_index=pair_index, pair_count=pair_count, words=words, lse=lse,
-            notes=storage.notes.get_tensor(cute.make_layout(2 * READERS)),
+            notes=storage.notes.get_tensor(cute.make_layout(2 * shapes.readers)),
             tail_lengths=tail_lengths, block_lengths=block_lengths, dropped=dropped, limit=limit,
             queries=queries, keys=keys, pairs=pairs, items=items, heads=heads, group=group,
         )  # fmt: skip
@@ -179,7 +180,7 @@ class Attention:
             elif warp == 1:
                 produce_values(shapes, call, s_v, ((load_v, v), (load_sum, v_sum)))
         else:
-            cute.arch.setmaxregister_increase(240)
+            cute.arch.setmaxregister_increase(240 if shapes.groups == 2 else 160)
             unit, final = _number(scale) * LOG2_E, _number(scale_output)
             consume(shapes, call, s_q, s_k, s_v, store_o, out, unit, final)
 

@@ -54,11 +54,10 @@ def keep_columns(scores: Any, thr_mma: Any, valid: Int32):
     """Scores of column ``valid`` and later become -inf."""
     s = rows_of(scores)
     columns = cute.size(s, mode=[1])
-    at = coordinates(thr_mma, columns * SHARERS)
+    own = valid - coordinates(thr_mma, columns * SHARERS)[0, 0][1]
     for j in cutlass.range_constexpr(columns):
-        inside = at[0, j][1] < valid
         for r in cutlass.range_constexpr(2):
-            s[r, j] = cutlass.select_(inside, s[r, j], -Float32.inf)
+            s[r, j] = cutlass.select_(_offset(j) < own, s[r, j], -Float32.inf)
 
 
 @cute.jit
@@ -68,9 +67,14 @@ def keep_past(scores: Any, thr_mma: Any, shift: Int32):
     columns = cute.size(s, mode=[1])
     at = coordinates(thr_mma, columns * SHARERS)
     for r in cutlass.range_constexpr(2):
-        last = at[r, 0][0] + shift
+        last = at[r, 0][0] + shift - at[r, 0][1]
         for j in cutlass.range_constexpr(columns):
-            s[r, j] = cutlass.select_(at[0, j][1] <= last, s[r, j], -Float32.inf)
+            s[r, j] = cutlass.select_(_offset(j) <= last, s[r, j], -Float32.inf)
+
+
+def _offset(j: int) -> int:
+    """How far a thread's column number ``j`` is from its first: two of every eight are its own."""
+    return j // 2 * 2 * SHARERS + j % 2
 
 
 @cute.jit
@@ -78,43 +82,80 @@ def largest(scores: Any) -> Any:
     """Largest score of each row."""
     s, found = rows_of(scores), per_row()
     for r in cutlass.range_constexpr(2):
-        found[r] = _extreme(s[r, None], higher)
+        row = [s[r, j] for j in range(cute.size(s, mode=[1]))]
+        found[r] = across(_extreme(row, higher), higher)
     return found
 
 
 @cute.jit
 def largest_or_nan(scores: Any) -> Any:
-    """Largest score of each row; not a number where one of them is not.
-
-    For votes, which need it of every entry: compared as integers, of which Hopper takes three at
-    once. Bits have the order of the numbers while the largest is positive; of negative numbers the
-    lowest bits are wanted. NaN as a product gives it has the highest.
-    """
-    bits, found = rows_of(cute.recast_tensor(scores, Int32)), per_row()
-    top = cute.recast_tensor(found, Int32)
+    """Largest score of each row; not a number where one of them is not."""
+    own = largest_shares(scores, 1)
+    found = per_row()
     for r in cutlass.range_constexpr(2):
-        top[r] = _extreme(bits[r, None], cutlass.max)
-    if cute.arch.vote_any_sync(cutlass.min(top[0], top[1]) < 0):
-        for r in cutlass.range_constexpr(2):
-            lowest = _extreme(bits[r, None], cutlass.min)
-            top[r] = lowest if top[r] < 0 else top[r]
+        found[r] = across(own[r, 0], higher_or_nan)
     return found
 
 
+@cute.jit
+def largest_shares(scores: Any, parts: cutlass.Constexpr[int]) -> Any:
+    """Of each row in each of some equal parts of a tile, the largest score that the thread has.
+
+    NaN where one of them is not a number. For votes, which need it of every entry: compared as
+    integers, of which Hopper takes three at once. Bits have the order of the numbers while the
+    largest is positive; of negative numbers the lowest bits are wanted. NaN as a product gives it
+    has the highest.
+    """
+    bits = rows_of(cute.recast_tensor(scores, Int32))
+    size = cute.size(bits, mode=[1]) // parts
+    found = cute.make_rmem_tensor((2, parts), Float32)
+    top, lowest = cute.recast_tensor(found, Int32), Int32(0)
+    for part in cutlass.range_constexpr(parts):
+        for r in cutlass.range_constexpr(2):
+            top[r, part] = _extreme(_some(bits, r, part, size), cutlass.max)
+            lowest = cutlass.min(lowest, top[r, part])
+    if cute.arch.vote_any_sync(lowest < 0):
+        for part in cutlass.range_constexpr(parts):
+            for r in cutlass.range_constexpr(2):
+                negative = _extreme(_some(bits, r, part, size), cutlass.min)
+                top[r, part] = negative if top[r, part] < 0 else top[r, part]
+    return found
+
+
+def _some(x: Any, r: int, part: int, size: int) -> list[Any]:
+    """Part number ``part`` of a thread's row, of ``size`` columns."""
+    return [x[r, part * size + j] for j in range(size)]
+
+
 def _extreme(row: Any, choose: Any) -> Any:
-    """The largest or smallest of a row, which four threads share."""
+    """The largest or smallest of what a thread has of a row."""
     found = [row[0], row[1]]
-    for j in range(2, cute.size(row)):
+    for j in range(2, len(row)):
         found[j % 2] = choose(found[j % 2], row[j])
-    total = choose(found[0], found[1])
+    return choose(found[0], found[1])
+
+
+def across(x: Any, choose: Any) -> Any:
+    """The largest of what the four threads of a row have, as ``choose`` finds it of two."""
     for offset in (SHARERS // 2, SHARERS // 4):
-        total = choose(total, cute.arch.shuffle_sync_bfly(total, offset=offset))
-    return total
+        x = choose(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+    return x
 
 
 def higher(peak: Float32, own: Float32) -> Float32:
     """The larger of both, or the one that is a number."""
     return cute.arch.fmax(peak, own)
+
+
+@dsl_user_op
+def higher_or_nan(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The larger of both; not a number where one is not."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    text = "max.NaN.f32 $0, $1, $2;"
+    kind = llvm.AsmDialect.AD_ATT
+    return Float32(
+        llvm.inline_asm(T.f32(), values, text, "=f,f,f", has_side_effects=False, asm_dialect=kind)
+    )
 
 
 @cute.jit
@@ -154,6 +195,31 @@ def follow(work: Any, peak: Any, shrink: Any) -> Int32:
     if cute.arch.vote_any_sync(outgrown):
         raised = Int32(1)
         _raise(work, peak, shrink)
+    return raised
+
+
+@cute.jit
+def keep_up(shapes: Any, work: Any, own: Any, shrink: Any) -> Int32:
+    """Raises the reference m of a warp's rows once one is outgrown.
+
+    Args:
+        own: as :func:`largest_shares` gives it. Tiles that are dropped raise m too, as it is no
+            maximum.
+
+    Returns:
+        As :func:`follow`.
+    """
+    top, outgrown, raised = per_row(), False, Int32(0)
+    for r in cutlass.range_constexpr(2):
+        top[r] = own[r, 0]
+        for part in cutlass.range_constexpr(1, cute.size(own, mode=[1])):
+            top[r] = higher(top[r], own[r, part])
+        outgrown = outgrown or (top[r] - work.m[r]) * work.unit > LAGS[shapes.variant.dtype]
+    if cute.arch.vote_any_sync(outgrown):
+        raised = Int32(1)
+        for r in cutlass.range_constexpr(2):
+            top[r] = across(top[r], higher)
+        _raise(work, top, shrink)
     return raised
 
 
@@ -267,6 +333,13 @@ def pinned(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(
         _in_place(T.f32(), "mov.f32 $0, $1;", "=f,f", Float32(x).ir_value(loc=loc, ip=ip))
     )
+
+
+@dsl_user_op
+def pinned_pointer(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """A pointer in registers from here on, instead of computed again where it is used."""
+    bits = _in_place(T.i64(), "mov.b64 $0, $1;", "=l,l", x.toint().ir_value(loc=loc, ip=ip))
+    return cute.make_ptr(x.dtype, cutlass.Int64(bits), x.memspace, assumed_align=1)
 
 
 @dsl_user_op

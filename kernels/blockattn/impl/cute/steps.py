@@ -9,9 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from blockattn.impl.cute import softmax, wgmma
-from blockattn.impl.cute.shapes import GROUP, WARP, Shapes
-
-VALUES_BARRIER = 5  # and one more for the second group
+from blockattn.impl.cute.shapes import GROUP, VALUES_BARRIER, WARP, Shapes
 
 
 @cute.jit

@@ -1,7 +1,7 @@
-"""The loop over the entries of an item in tiles of 128 keys whose rows vote (CuTe DSL).
+"""The loop over the entries of an item in tiles of 128 keys on which two groups vote (CuTe DSL).
 
-A verdict is read while the scores of the next entry are multiplied, and the probabilities of kept
-tiles are computed under that product; maxima and notes on the next entry under the product with the
+A verdict is read while the scores of the next entry are multiplied, and the probabilities of a kept
+tile are computed under that product; maxima and notes on the next entry under the product with the
 values. So a group seldom waits for a vote, and a dropped tile costs its scores and their maxima.
 Two sets of scores change roles; nothing is in flight when a step ends. The groups take no turns:
 neither fills the matrix unit.
@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from blockattn.impl.cute import softmax, steps, votes
@@ -22,7 +22,7 @@ from blockattn.impl.cute.shapes import ROWS, Shapes
 
 
 @cute.jit
-def walk_voting(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
+def walk_together(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
     """Folds every entry of an item into the softmax state and the accumulator.
 
     Args:
@@ -33,7 +33,7 @@ def walk_voting(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
         cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
         for _ in range(2)
     )
-    own = cute.make_rmem_tensor((2, shapes.voting_tiles), Float32)
+    own = softmax.per_row()
     if total > 0:
         now, phases = next_entry(shapes, at, Int32(0), at.use % shapes.stages - 1, phases)
         steps.wait_for_keys(work, now)
@@ -66,8 +66,16 @@ def _step(
     # Products under a condition are serialised by ptxas; one too many is to be ignored.
     steps.start_keys(work, after, coming)
     kept = votes.verdict(shapes, work, at, own, n)
-    _fold_kept(shapes, work, kept, scores)
-    _multiply_kept(shapes, work, now, kept)
+    work.p.fill(shapes.element(0.0))  # what it held would stay in registers beside the scores
+    if kept != 0:
+        softmax.fold(shapes, work, scores, work.p, None)
+    # Each way is whole, and no branch holds both softmax and products, or ptxas serialises them.
+    if kept == 1:
+        steps.wait_for_values(work, now)
+        steps.accumulate(work, now, work.p, 0, shapes.columns)
+        warpgroup.wait_group(1)
+    else:
+        warpgroup.wait_group(0)
     raised, shrink = Int32(0), softmax.per_row()
     if more:
         raised = _vote(shapes, work, at, n + 1, after, coming, own, shrink)
@@ -83,57 +91,13 @@ def _vote(
 ) -> Int32:
     """Votes on entry ``n``, whose scores are there.
 
-    The reference follows what is kept for certain; what others keep exceeds it by the threshold at
-    most.
-
     Returns:
         As :func:`softmax.follow`.
     """
     steps.release(work, work.call.bars.k_empty + entry[0])
     steps.mask(shapes, work, at, scores, n)
-    return softmax.follow(work, votes.cast(shapes, work, at, scores, own), shrink)
-
-
-@cute.jit
-def _fold_kept(shapes: Shapes, work: Any, kept: Any, scores: Any):
-    """Takes in the scores of the kept voting tiles."""
-    work.p.fill(shapes.element(0.0))  # what it held would stay in registers beside the scores
-    for part in cutlass.range_constexpr(len(kept)):
-        if kept[part] != 0:
-            own_scores, own_p = (votes.part_of(x, part, len(kept)) for x in (scores, work.p))
-            softmax.fold(shapes, work, own_scores, own_p, None)
-
-
-@cute.jit
-def _multiply_kept(shapes: Shapes, work: Any, entry: Any, kept: Any):
-    """Starts P V of the kept tiles of an entry and waits for the scores that were started before.
-
-    Each way is whole, or ptxas serialises the products.
-    """
-    if sum(kept) == len(kept):
-        _accumulate(work, entry, 0, shapes.columns)
-    else:
-        if const_expr(len(kept) == 2):
-            _multiply_half(shapes, work, entry, kept)
-        else:
-            warpgroup.wait_group(0)
-
-
-@cute.jit
-def _multiply_half(shapes: Shapes, work: Any, entry: Any, kept: Any):
-    """The ways of :func:`_multiply_kept` where not both of two tiles are kept."""
-    whole, half = shapes.columns, shapes.columns // 2
-    if kept[0] != 0:
-        _accumulate(work, entry, 0, half)
-    elif kept[1] != 0:
-        _accumulate(work, entry, half, whole)
-    else:
-        warpgroup.wait_group(0)
-
-
-@cute.jit
-def _accumulate(work: Any, entry: Any, first: cutlass.Constexpr[int], last: cutlass.Constexpr[int]):
-    """One way of :func:`_multiply_kept`: the keys ``first`` to ``last`` - 1."""
-    steps.wait_for_values(work, entry)
-    steps.accumulate(work, entry, work.p, first, last)
-    warpgroup.wait_group(1)
+    shares = softmax.largest_shares(scores, 1)
+    for r in cutlass.range_constexpr(2):
+        own[r] = shares[r]
+    votes.cast(shapes, work, at, own)
+    return softmax.keep_up(shapes, work, shares, shrink)
