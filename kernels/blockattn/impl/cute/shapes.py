@@ -112,7 +112,8 @@ class Shapes:
             **{name: words[cutlass.Int64, self.barriers(name)] for name in BARRIERS},
             "entry": words[cutlass.Int32, self.stages],
             "notes": cute.struct.Align[words[cutlass.Int8, 2 * self.readers], 4],
-            "item": words[cutlass.Int32, SLOTS * WORDS],
+            # Whole 16 bytes, or what is read at once has something else in front.
+            "item": cute.struct.Align[words[cutlass.Int32, SLOTS * WORDS], 16],
             "q": query, "k": keys, "v": keys,
         }  # fmt: skip
         return cute.struct(type("Storage", (), {"__annotations__": fields}))
