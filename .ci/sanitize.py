@@ -60,8 +60,8 @@ SPARSE: Mapping[str, Call] = {
     "skip 64": partial(attend, skip_threshold=0.2, skip_tile=(64, 64)),
     "skip 128": partial(attend, skip_threshold=0.2, skip_tile=(128, 128)),
 }
-# Kernels that Triton keeps for large calls -> the call that gets them here at a small size.
-GROUPS: Mapping[str, str] = {"groups 64": "skip 64", "groups 128": "skip 128"}
+# Kernels of Triton that calls of this size do not reach -> the call that gets them here.
+GROUPS: Mapping[str, str] = {"groups 64": "skip 64", "groups 128": "skip 128"}  # on Hopper
 FORCED: Mapping[str, str] = {**GROUPS, "split": "dense"}
 SPLITS = 3  # shares of the keys, merged by a kernel of their own
 QUANTISERS: Mapping[str, Call] = {
@@ -72,7 +72,7 @@ QUANTISERS: Mapping[str, Call] = {
 
 
 def kernels() -> list[str]:
-    """Names of the launches whose packages are here and that serve this GPU."""
+    """Names of the launches whose packages are here; those of CuTe need Hopper."""
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     names = (*SPARSE, "quantised", *FORCED)
     found = [f"triton {name}" for name in names if hopper or name not in GROUPS]

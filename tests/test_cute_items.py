@@ -74,7 +74,7 @@ def own_entries(stages: int, group: int, counts: list[tuple[int, int, int]], ahe
 
 @pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize(
-    ("stages", "ahead"), [(5, True), (6, True), (8, True), (3, False), (6, False)]
+    ("stages", "ahead"), [(5, True), (6, True), (8, True), (2, False), (3, False), (6, False)]
 )
 def test_a_group_waits_for_its_own_entries_and_no_other(stages, ahead, group):
     """Tiles of 128 keys, which are not multiplied ahead, are all of both groups."""
@@ -106,6 +106,16 @@ def test_causal_groups_get_every_tile_that_they_see_and_share_what_both_see(leng
             seen = [sum(start <= pair * 128 + g * 64 + 63 for start in tiles) for g in range(2)]
             assert (both + first, both + second) == tuple(seen)
             assert min(first, second) == 0
+
+
+def test_three_causal_groups_get_every_tile_that_one_of_them_sees():
+    shapes = Shapes.of(Variant(causal=True, skip=64))
+    assert shapes.groups == 3
+    for keys in (1, 64, 128, 129, 500, 1000):
+        for item in range(5):
+            counts = plain("entry_counts")(shapes, SimpleNamespace(keys=keys), (item, 0, 0))
+            last = item * 192 + 191
+            assert counts == (sum(start <= last for start in range(0, keys, shapes.columns)), 0, 0)
 
 
 @pytest.mark.parametrize("causal", [False, True])

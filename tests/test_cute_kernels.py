@@ -390,7 +390,7 @@ def test_a_batch_of_one_with_odd_strides_is_served():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [1087, 1100, 1200])
 def test_votes_of_more_items_than_processors_agree(tokens, causal, tile):
-    """A program votes on item after item; the last pair has one group without a row, or both."""
+    """A program votes on item after item; the last item has groups without a row, or none."""
     q, k, v = gaussian(tokens, heads=40, key_heads=10)
     k = k * torch.linspace(2, 0.3, tokens, device=DEVICE)[:, None, None].to(k.dtype)
     q, k, v = (torch.cat([x, x.flip(1)]) for x in (q, k, v))

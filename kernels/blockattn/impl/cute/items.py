@@ -1,7 +1,8 @@
 """Which work a program does, and where in its pair's list a group finds its entries (CuTe DSL).
 
-An item is a pair of neighbouring query blocks of one head. Its list holds tiles of block summaries
-(with a tail), then key tiles of both groups, then those of one alone, in turn while both have some.
+An item is a pair of neighbouring query blocks of one head, or three where groups vote alone. Its
+list holds tiles of block summaries (with a tail), then key tiles of both groups, then those of one
+alone, in turn while both have some. Without blocks every key tile is of all groups.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def next_entry(shapes: Shapes, at: Any, n: Int32, stage: Int32, phases: Int32):
         each kind of entry has its own barrier in a stage, and the group keeps the phase of those
         that it waits for. An entry past the last one leaves the phases alone.
     """
-    if const_expr(not shapes.ahead):  # every entry is one of both groups
+    if const_expr(not shapes.ahead):  # every entry is one of all groups
         stage = stage + 1 if stage + 1 < shapes.stages else Int32(0)
         phase = phases >> stage & 1
         if n < at.total:

@@ -1,10 +1,11 @@
 """Online softmax on the accumulators of one warp group: masks, update, finish (CuTe DSL).
 
 A thread of a warp group holds two rows of a 64-row tile; four neighbouring threads share a row. The
-reference m, which trails the running maximum by a bounded amount, is kept in raw units (q . k) and
-is the same in the four; the sum l is a share of each thread until :func:`finish` adds the shares
-up. Floating-point numbers lose nothing by a reference that trails, so that probabilities are first
-computed with the one there is: only sums that come out too large send a warp back to the maxima.
+reference m is kept in raw units (q . k) and is the same in the four. It trails the running maximum
+by a bounded amount, or is above it by the threshold of a vote at most. The sum l is a share of each
+thread until :func:`finish` adds the shares up. Floating-point numbers lose nothing by a reference
+that trails, so that probabilities are first computed with the one there is: only sums that come out
+too large send a warp back to the maxima.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 LN_2 = 0.6931471805599453
 LAG = 8.0  # base-2 units by which a row's reference may trail its maximum
-# The same where only sums are looked at: probabilities stay within the numbers of their dtype.
+# The same where sums or own scores are looked at: probabilities stay within their dtype.
 LAGS = {"bf16": 32.0, "fp16": 15.0}
 SHARERS = 4  # threads of a row
 PAIRS = {"bf16": "bf16x2", "fp16": "f16x2"}

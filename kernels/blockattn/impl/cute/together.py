@@ -69,7 +69,8 @@ def _step(
     work.p.fill(shapes.element(0.0))  # what it held would stay in registers beside the scores
     if kept != 0:
         softmax.fold(shapes, work, scores, work.p, None)
-    # Each way is whole, and no branch holds both softmax and products, or ptxas serialises them.
+    # Each way is whole, and asked for in other words than above: one branch with both softmax and
+    # products would be serialised by ptxas.
     if kept == 1:
         steps.wait_for_values(work, now)
         steps.accumulate(work, now, work.p, 0, shapes.columns)

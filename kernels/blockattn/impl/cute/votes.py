@@ -3,8 +3,8 @@
 Where a group decides alone, on tiles of 64 x 64, a barrier of the group brings the answer. Where
 two decide together, on tiles of 128 x 128, each warp leaves a note whether its rows object and
 arrives; the notes are read later (``together``), when most are there. Whether one of a row's
-threads objects is all that counts, so that nobody waits for the largest score of the whole row;
-the running maximum needs it, of kept tiles.
+threads objects is all that counts, so that on the full range nobody waits for the largest score of
+the whole row; the running maximum needs it, of kept tiles. After a NaN it goes on with the numbers.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _conclude(shapes: Shapes, work: Any, at: Any, kept: Int32, rows: Any, tile: 
 
 def _objects(work: Any, at: Any, own: Any) -> Boolean:
     """Whether a thread objects, whose largest scores in its two rows are ``own``."""
-    rows, objects = softmax.coordinates(work.thr_qk, BLOCK), Boolean(False)
+    rows, objects = softmax.coordinates(work.thr_qk, BLOCK), Boolean(False)  # columns do not matter
     for r in range(2):
         alive = at.row + rows[r, 0][0] < work.call.queries
         objects = objects | (alive & _seen(own[r]) & _gains(work, own[r], work.peak[r]))

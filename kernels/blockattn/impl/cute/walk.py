@@ -18,7 +18,7 @@ from blockattn.impl.cute import softmax, steps
 from blockattn.impl.cute.items import next_entry
 from blockattn.impl.cute.shapes import GROUP, ROWS, TURN_BARRIER, Shapes
 
-TWO = 2 * GROUP  # threads
+BOTH = 2 * GROUP  # threads
 
 
 @cute.jit
@@ -48,12 +48,12 @@ def walk(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
 @cute.jit
 def pass_turn(work: Any):
     """The other group may start its products."""
-    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - work.g, number_of_threads=TWO)
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - work.g, number_of_threads=BOTH)
 
 
 @cute.jit
 def _take_turn(work: Any):
-    cute.arch.barrier(barrier_id=TURN_BARRIER + work.g, number_of_threads=TWO)
+    cute.arch.barrier(barrier_id=TURN_BARRIER + work.g, number_of_threads=BOTH)
 
 
 @cute.jit

@@ -245,19 +245,17 @@ def _launch_groups(
     batch, queries, heads, dim = problem.q.shape
     keys, key_heads = problem.k.shape[1], problem.k.shape[2]
     none = problem.q
-    if lse is None:  # written in any case: a second kernel without it is not the faster one
-        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
     scale, scale_ptr = _scale(problem.scale, none)
     scale_output, scale_output_ptr = _scale(problem.scale_output, none)
     heights = (problem.q, GROUP), (problem.k, config.columns), (problem.v, config.columns)
     sources = (LaidOut(x, *_tiles(x, rows), vote_groups.LAYOUT) for x, rows in heights)
     kernel: Any = vote_groups.vote_groups
     kernel[(num_blocks(queries, config.groups * GROUP), heads, batch)](
-        *sources, out, lse, dropped,
+        *sources, out, lse if lse is not None else none, dropped,
         scale_ptr, scale, scale_output_ptr, scale_output, problem.skip_limit,
         queries, keys, heads, key_heads,
         D=dim, GROUPS=config.groups, STAGES=config.stages, RAGGED=keys % config.columns != 0,
-        SCALE_PTR=isinstance(problem.scale, Tensor),
+        LSE=lse is not None, SCALE_PTR=isinstance(problem.scale, Tensor),
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor), num_warps=config.warps,
     )  # fmt: skip
 

@@ -295,6 +295,7 @@ def _as_rows_of(x, layout: gl.constexpr):
 def _vote(
     call,
     G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, RAGGED: gl.constexpr,
+    LSE: gl.constexpr,
 ):  # fmt: skip
     """One warp group: its 64 queries against every tile of keys."""
     (
@@ -336,8 +337,9 @@ def _vote(
             G, True,
         )  # fmt: skip
     empty = l == 0.0
-    lse = gl.where(empty, -float("inf"), (m * unit + gl.log2(l)) * LN_2)
-    gl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
+    if LSE:
+        lse = gl.where(empty, -float("inf"), (m * unit + gl.log2(l)) * LN_2)
+        gl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
     factor = _as_rows_of(scale_output / gl.where(empty, 1.0, l), o_layout)
     row = start + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
     column = gl.arange(0, D, gl.SliceLayout(0, o_layout))
@@ -369,7 +371,7 @@ def vote_groups(
     q_src, k_src, v_src, out_ptr, lse_ptr, drop_ptr,
     scale_ptr, scale, scale_output_ptr, scale_output, limit, queries, keys, heads, key_heads,
     D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr,
-    SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
+    LSE: gl.constexpr, SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
 ):  # fmt: skip
     """The kernel of the plan above; :mod:`blockattn.impl.triton.launch` calls it.
 
@@ -406,9 +408,9 @@ def vote_groups(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (_vote, (call, 0, STAGES, D, RAGGED)),
-                (_vote, (call, 1, STAGES, D, RAGGED)),
-                (_vote, (call, 2, STAGES, D, RAGGED)),
+                (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 2, STAGES, D, RAGGED, LSE)),
                 (_bring, (bring, STAGES)),
             ],
             [4, 4, 1],
@@ -417,8 +419,8 @@ def vote_groups(
     else:
         gl.warp_specialize(
             [
-                (_vote, (call, 0, STAGES, D, RAGGED)),
-                (_vote, (call, 1, STAGES, D, RAGGED)),
+                (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
                 (_bring, (bring, STAGES)),
             ],
             [4, 1],
