@@ -97,9 +97,9 @@ def _rows(shapes: Shapes, work: Any, place: Any, counts: Any, use: Int32) -> Any
 
     Returns:
         batch, head, group; row: the first of the 64; marks: their row of the map of dropped tiles,
-        or None. In entries of the ring: use, use_after: number
-        of the first one of this item and of the next; tail: summaries; both: of both groups,
-        summaries included; fewer: of one group alone, in the group that has fewer; total: its own.
+        or None. In entries of the ring: use, use_after: number of the first one of this item and of
+        the next; tail: summaries; both: of both groups, summaries included; fewer: of one group
+        alone, in the group that has fewer; total: its own.
     """
     (pair, head, batch), (both, first, second) = place, counts
     tail = tail_tiles(shapes, work.call)

@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from blockattn.impl.cute.items import entry_counts, entry_kind, item_place, tail_tiles
-from blockattn.impl.cute.shapes import GROUP, KINDS, ROWS, SLOTS, WARP, WORDS, Shapes
+from blockattn.impl.cute.shapes import KINDS, ROWS, SLOTS, WARP, WARPS, WORDS, Shapes
 
 
 def tile_ways(
@@ -188,5 +188,5 @@ def _fetch(
             numbers[stage] = tile
         cute.arch.mbarrier_arrive_and_expect_tx(arrived, shapes.columns * shapes.variant.dim * 2)
         if kind != 0:
-            cute.arch.mbarrier_arrive(empty + stage, arrive_count=GROUP // WARP)
+            cute.arch.mbarrier_arrive(empty + stage, arrive_count=WARPS)
     cute.copy(load, source[None, tile], target[None, stage], tma_bar_ptr=arrived)

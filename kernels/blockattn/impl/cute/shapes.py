@@ -14,6 +14,7 @@ from blockattn.impl.cute.variant import Variant
 ROWS = 64  # query rows of a group
 GROUP = 128  # threads
 WARP = 32
+WARPS = GROUP // WARP  # of a group
 BLOCK = 64  # tokens of a block of a route
 SHARED = 227 * 1024  # bytes of shared memory of a program
 MOST_STAGES = 8
@@ -65,7 +66,7 @@ class Shapes:
     @property
     def readers(self) -> int:
         """Warps that release a stage."""
-        return self.groups * GROUP // WARP
+        return self.groups * WARPS
 
     @property
     def element(self) -> Any:
@@ -86,7 +87,7 @@ class Shapes:
             return 1
         if name == "item_empty":
             return self.readers + 1  # and the warp that fetches V
-        return GROUP // WARP if name == "q_empty" else self.readers
+        return WARPS if name == "q_empty" else self.readers
 
     def barriers(self, name: str) -> int:
         """How many of the barriers ``name`` there are."""

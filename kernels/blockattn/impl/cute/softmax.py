@@ -184,44 +184,44 @@ def fold(shapes: Any, work: Any, scores: Any, p: Any, weight: Any):
 
 
 @cute.jit
-def follow(work: Any, peak: Any, shrink: Any) -> Int32:
+def follow(
+    work: Any, peak: Any, shrink: Any, lag: cutlass.Constexpr[float] = LAG,
+    shares: cutlass.Constexpr[bool] = False,
+) -> Int32:  # fmt: skip
     """Raises the reference m of a warp's rows once one is outgrown by its maximum ``peak``.
+
+    Args:
+        lag: base-2 units by which m may trail.
+        shares: ``peak`` is of what a thread has of its rows.
 
     Returns:
         1 if so: what was accumulated before must then be multiplied with ``shrink``.
     """
     outgrown, raised = False, Int32(0)
     for r in cutlass.range_constexpr(2):
-        outgrown = outgrown or (peak[r] - work.m[r]) * work.unit > LAG
+        outgrown = outgrown or (peak[r] - work.m[r]) * work.unit > lag
     if cute.arch.vote_any_sync(outgrown):
         raised = Int32(1)
+        if const_expr(shares):
+            for r in cutlass.range_constexpr(2):
+                peak[r] = across(peak[r], higher)
         _raise(work, peak, shrink)
     return raised
 
 
 @cute.jit
 def keep_up(shapes: Any, work: Any, own: Any, shrink: Any) -> Int32:
-    """Raises the reference m of a warp's rows once one is outgrown.
+    """:func:`follow` before a vote, where tiles that are dropped raise m too, as it is no maximum.
 
     Args:
-        own: as :func:`largest_shares` gives it. Tiles that are dropped raise m too, as it is no
-            maximum.
-
-    Returns:
-        As :func:`follow`.
+        own: as :func:`largest_shares` gives it.
     """
-    top, outgrown, raised = per_row(), False, Int32(0)
+    top = per_row()
     for r in cutlass.range_constexpr(2):
         top[r] = own[r, 0]
         for part in cutlass.range_constexpr(1, cute.size(own, mode=[1])):
             top[r] = higher(top[r], own[r, part])
-        outgrown = outgrown or (top[r] - work.m[r]) * work.unit > LAGS[shapes.variant.dtype]
-    if cute.arch.vote_any_sync(outgrown):
-        raised = Int32(1)
-        for r in cutlass.range_constexpr(2):
-            top[r] = across(top[r], higher)
-        _raise(work, top, shrink)
-    return raised
+    return follow(work, top, shrink, LAGS[shapes.variant.dtype], True)
 
 
 @cute.jit

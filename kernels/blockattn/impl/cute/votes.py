@@ -16,9 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from blockattn.impl.cute import softmax
-from blockattn.impl.cute.shapes import BLOCK, GROUP, VOTE_BARRIER, WARP, Shapes
-
-NOTES = GROUP // WARP  # of a group, a byte for each warp
+from blockattn.impl.cute.shapes import BLOCK, VOTE_BARRIER, WARP, WARPS, Shapes
 
 
 @cute.jit
@@ -62,7 +60,7 @@ def decide_each(shapes: Shapes, work: Any, at: Any, own: Any, tile: Int32) -> An
 
 @cute.jit
 def cast(shapes: Shapes, work: Any, at: Any, own: Any):
-    """Leaves a note on a tile of 128 x 128.
+    """Leaves a note on a tile of 128 x 128, which is a byte of each warp.
 
     Args:
         own: of both rows the largest score that the thread has; becomes the largest of the row.
@@ -71,7 +69,7 @@ def cast(shapes: Shapes, work: Any, at: Any, own: Any):
     notes, votes = work.call.notes, work.votes
     votes[0] = votes[0] + 1
     if work.lane == 0:
-        place = ((votes[0] & 1) * shapes.groups + work.g) * NOTES + work.thread // WARP
+        place = ((votes[0] & 1) * shapes.groups + work.g) * WARPS + work.thread // WARP
         notes[place] = cutlass.Int8(note)
         cute.arch.mbarrier_arrive(work.call.bars.vote)
     for r in cutlass.range_constexpr(2):  # behind the note, for which others wait
