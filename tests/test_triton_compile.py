@@ -39,7 +39,7 @@ found |= {f"{name} D=64": c.compile_attention(capability, head_dim=64, **variant
           for name in ("dense", "sol")}
 found["sol fp16"] = c.compile_attention(capability, element="fp16", **variants["sol"])
 if capability == 90:
-    every = dict(RAGGED=True, LSE=True, SCALE_PTR=True, SCALE_OUTPUT_PTR=True)
+    every = dict(RAGGED=True, SCALE_PTR=True, SCALE_OUTPUT_PTR=True)
     for element, flags in (("bf16", {}), ("fp16", every)):
         for tile in (64, 128):
             item = c.compile_vote_groups(element, (tile, tile), **flags)

@@ -115,7 +115,7 @@ def compile_vote_groups(
     constants |= {"D": 128, "GROUPS": config.groups, "STAGES": config.stages}
 
     def source(name: str) -> str:
-        rows = launch.GROUP if name == "q_src" else config.columns
+        rows = launch.GROUP_ROWS if name == "q_src" else config.columns
         return f"tensordesc<{element}[1, {rows}, 1, 128],{vote_groups.LAYOUT!r}>"
 
     return _compile(vote_groups.vote_groups, 90, constants, config.warps, element, source)

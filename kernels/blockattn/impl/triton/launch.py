@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from blockattn.impl.masks import without_invalid
 from blockattn.impl.triton import attention as kernels
 from blockattn.impl.triton.lists import row_lists
+from blockattn.impl.triton.vote import GROUP_ROWS
 from blockattn.impl.triton.words import map_words
 from blockattn.layout import num_blocks, whole_16_bytes
 from blockattn.problem import BlockSummary, Problem, Result
@@ -52,7 +53,6 @@ GROUPED = {
     (64, 64): Config(rows=64, columns=64, warps=4, stages=4, groups=3),
     (128, 128): Config(rows=128, columns=128, warps=4, stages=3, groups=2),
 }
-GROUP = 64  # queries
 
 
 def configure(problem: Problem) -> Config:
@@ -102,7 +102,7 @@ def votes_in_groups(problem: Problem) -> bool:
     if not groups_serve(problem):
         return False
     batch, queries, heads, _ = problem.q.shape
-    programs = batch * heads * num_blocks(queries, GROUPED[problem.skip_tile].groups * GROUP)
+    programs = batch * heads * num_blocks(queries, GROUPED[problem.skip_tile].groups * GROUP_ROWS)
     processors = torch.cuda.get_device_properties(problem.q.device).multi_processor_count
     rounds = num_blocks(programs, processors)
     return rounds >= 2 and programs >= 0.9 * rounds * processors
@@ -244,18 +244,19 @@ def _launch_groups(
 
     batch, queries, heads, dim = problem.q.shape
     keys, key_heads = problem.k.shape[1], problem.k.shape[2]
-    none = problem.q
-    scale, scale_ptr = _scale(problem.scale, none)
-    scale_output, scale_output_ptr = _scale(problem.scale_output, none)
-    heights = (problem.q, GROUP), (problem.k, config.columns), (problem.v, config.columns)
+    if lse is None:  # written in any case, as the kernel's plan says
+        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
+    scale, scale_ptr = _scale(problem.scale, problem.q)
+    scale_output, scale_output_ptr = _scale(problem.scale_output, problem.q)
+    heights = (problem.q, GROUP_ROWS), (problem.k, config.columns), (problem.v, config.columns)
     sources = (LaidOut(x, *_tiles(x, rows), vote_groups.LAYOUT) for x, rows in heights)
     kernel: Any = vote_groups.vote_groups
-    kernel[(num_blocks(queries, config.groups * GROUP), heads, batch)](
-        *sources, out, lse if lse is not None else none, dropped,
+    kernel[(num_blocks(queries, config.groups * GROUP_ROWS), heads, batch)](
+        *sources, out, lse, dropped,
         scale_ptr, scale, scale_output_ptr, scale_output, problem.skip_limit,
         queries, keys, heads, key_heads,
         D=dim, GROUPS=config.groups, STAGES=config.stages, RAGGED=keys % config.columns != 0,
-        LSE=lse is not None, SCALE_PTR=isinstance(problem.scale, Tensor),
+        SCALE_PTR=isinstance(problem.scale, Tensor),
         SCALE_OUTPUT_PTR=isinstance(problem.scale_output, Tensor), num_warps=config.warps,
     )  # fmt: skip
 

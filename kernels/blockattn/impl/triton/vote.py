@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+GROUP_ROWS = 64  # queries of a warp group, in ``vote_groups``
 DROPPED = tl.constexpr(1)  # in the map of tiles, which begins as zeros; 2: a row objected
 ARRIVE = """{
     .reg .pred own, any;

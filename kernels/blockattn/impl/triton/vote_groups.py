@@ -30,6 +30,8 @@ One past the sequence objects to nothing of a common vote, so that the other dec
 Products are waited for at once: with one in flight across the branch, ptxas 12.8 puts a wait behind
 every instruction of every product. On 64 x 64 tiles two groups, with Q in registers, took a fifth
 longer than three.
+The LSE is written whether it is wanted or not: 4 bytes for each row, and one kernel serves calls
+with a trace and without. Two that differ only behind their loop, ptxas makes up to 5 % apart.
 The accumulator is multiplied only by a warp in which a maximum rises, and the maximum of a row is
 taken over integers: that leaves out a quarter of the instructions of a tile that is kept.
 The ragged last tile comes behind the loop, where scores of missing keys are set to -inf.
@@ -50,14 +52,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockattn.impl.triton.vote import DROPPED
+from blockattn.impl.triton.vote import DROPPED, GROUP_ROWS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # queries of a group
+ROWS = gl.constexpr(GROUP_ROWS)  # queries of a group
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-GROUPS = gl.constexpr(3)  # at most
+MOST_GROUPS = 3
+# Barriers of the hardware, of which Triton numbers its own from 0: one for each group's vote, and
+# of two groups, where 11 is free, one for each place of the ring, so that it has 5 at most.
+VOTE_BARRIER, PAIR_BARRIER, BARRIERS = 9, 11, 16
+MOST_STAGES = gl.constexpr(BARRIERS - PAIR_BARRIER)
 
 
 def _vote_text(group: int, note: str = "") -> str:
@@ -67,7 +73,7 @@ def _vote_text(group: int, note: str = "") -> str:
         .reg .b32 said;
         or.b32 said, $2, $3;
         setp.ne.b32 any, said, 0;
-        barrier.cta.red.or.pred any, {9 + group}, 128, any;
+        barrier.cta.red.or.pred any, {VOTE_BARRIER + group}, 128, any;
         selp.b32 said_{group}, 1, 0, any;
         mov.b32 $0, said_{group};
         mov.b32 $1, said_{group};
@@ -89,14 +95,15 @@ def _other_text(group: int) -> str:
 
 
 def _pair_text(how: str) -> str:
-    """Arrives or waits at the barrier of two groups that a place of the ring has: 11 and more."""
-    return f"{{ .reg .b32 bar; add.u32 bar, $1, 11; barrier.cta.{how} bar, 256; mov.b32 $0, bar; }}"
+    """Arrives or waits at the barrier of two groups that a place of the ring has."""
+    own = f"add.u32 bar, $1, {PAIR_BARRIER};"
+    return f"{{ .reg .b32 bar; {own} barrier.cta.{how} bar, 256; mov.b32 $0, bar; }}"
 
 
 NOTE = f"mov.b32 said, {DROPPED.value}; @!any st.global.u8 [$4], said;"
 # One text for each group, as a register of PTX and a barrier belong to one of them.
-DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(GROUPS.value)))
-VOTE = gl.constexpr(tuple(_vote_text(i, NOTE) for i in range(GROUPS.value)))
+DECLARE = gl.constexpr(tuple(f".reg .b32 said_{i}; mov.u32 $0, 0;" for i in range(MOST_GROUPS)))
+VOTE = gl.constexpr(tuple(_vote_text(i, NOTE) for i in range(MOST_GROUPS)))
 HALF_VOTE = gl.constexpr(tuple(_vote_text(i) for i in range(2)))
 OTHER_VOTE = gl.constexpr(tuple(_other_text(i) for i in range(2)))
 ARRIVE = gl.constexpr(_pair_text("arrive"))
@@ -113,10 +120,10 @@ SIGNS = gl.constexpr(
         mov.b32 $0, said_{i};
         mov.b32 $1, said_{i};
         }}"""
-        for i in range(GROUPS.value)
+        for i in range(MOST_GROUPS)
     )
 )
-SAID = gl.constexpr(tuple(f"mov.b32 $0, said_{i};" for i in range(GROUPS.value)))
+SAID = gl.constexpr(tuple(f"mov.b32 $0, said_{i};" for i in range(MOST_GROUPS)))
 
 
 @gluon.jit
@@ -186,7 +193,7 @@ def _some_negative(x, G: gl.constexpr):
 
 @gluon.jit
 def _row_maximum(s, G: gl.constexpr):
-    """Largest of each row of s ``[64, 64]``, NaN where a row has NaN.
+    """Largest of each row of s ``[64, COLUMNS]``, NaN where a row has NaN.
 
     Taken over bits as integers, of which Hopper compares three at a time. They have the order of
     the numbers, with NaN as a product gives it (its sign is 0) last, unless all are negative: there
@@ -295,7 +302,6 @@ def _as_rows_of(x, layout: gl.constexpr):
 def _vote(
     call,
     G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, RAGGED: gl.constexpr,
-    LSE: gl.constexpr,
 ):  # fmt: skip
     """One warp group: its 64 queries against every tile of keys."""
     (
@@ -337,9 +343,8 @@ def _vote(
             G, True,
         )  # fmt: skip
     empty = l == 0.0
-    if LSE:
-        lse = gl.where(empty, -float("inf"), (m * unit + gl.log2(l)) * LN_2)
-        gl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
+    lse = gl.where(empty, -float("inf"), (m * unit + gl.log2(l)) * LN_2)
+    gl.store(lse_ptr + line * queries + row, lse, mask=row < queries)
     factor = _as_rows_of(scale_output / gl.where(empty, 1.0, l), o_layout)
     row = start + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
     column = gl.arange(0, D, gl.SliceLayout(0, o_layout))
@@ -371,7 +376,7 @@ def vote_groups(
     q_src, k_src, v_src, out_ptr, lse_ptr, drop_ptr,
     scale_ptr, scale, scale_output_ptr, scale_output, limit, queries, keys, heads, key_heads,
     D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, RAGGED: gl.constexpr,
-    LSE: gl.constexpr, SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
+    SCALE_PTR: gl.constexpr, SCALE_OUTPUT_PTR: gl.constexpr,
 ):  # fmt: skip
     """The kernel of the plan above; :mod:`blockattn.impl.triton.launch` calls it.
 
@@ -408,9 +413,9 @@ def vote_groups(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
-                (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
-                (_vote, (call, 2, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 0, STAGES, D, RAGGED)),
+                (_vote, (call, 1, STAGES, D, RAGGED)),
+                (_vote, (call, 2, STAGES, D, RAGGED)),
                 (_bring, (bring, STAGES)),
             ],
             [4, 4, 1],
@@ -419,8 +424,8 @@ def vote_groups(
     else:
         gl.warp_specialize(
             [
-                (_vote, (call, 0, STAGES, D, RAGGED, LSE)),
-                (_vote, (call, 1, STAGES, D, RAGGED, LSE)),
+                (_vote, (call, 0, STAGES, D, RAGGED)),
+                (_vote, (call, 1, STAGES, D, RAGGED)),
                 (_bring, (bring, STAGES)),
             ],
             [4, 1],
