@@ -60,8 +60,8 @@ ROWS = gl.constexpr(GROUP_ROWS)  # queries of a group
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 MOST_GROUPS = 3
-# Barriers of the hardware, of which Triton numbers its own from 0: one for each group's vote, and
-# of two groups, where 11 is free, one for each place of the ring, so that it has 5 at most.
+# Of the hardware's barriers Triton takes its own from 0 up. Each group's vote has one here, and of
+# two groups (so that the third's is free) each place of the ring, which has 5 at most.
 VOTE_BARRIER, PAIR_BARRIER, BARRIERS = 9, 11, 16
 MOST_STAGES = gl.constexpr(BARRIERS - PAIR_BARRIER)
 
@@ -392,9 +392,13 @@ def vote_groups(
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     ring = _ring(k_src, STAGES, GROUPS)
-    flags_0 = gl.allocate_shared_memory(gl.int8, [STAGES, 128], FLAGS)
-    flags_1 = gl.allocate_shared_memory(gl.int8, [STAGES, 128], FLAGS)
-    flags = (flags_0, flags_1)
+    if GROUPS == 2:
+        gl.static_assert(STAGES <= MOST_STAGES)
+        flags_0 = gl.allocate_shared_memory(gl.int8, [STAGES, 128], FLAGS)
+        flags_1 = gl.allocate_shared_memory(gl.int8, [STAGES, 128], FLAGS)
+        flags = (flags_0, flags_1)
+    else:
+        flags = ()
     fence_async_shared()
     mbarrier.expect(q_full, GROUPS * q_src.block_type.nbytes)
     for i in gl.static_range(GROUPS):
