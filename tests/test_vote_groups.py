@@ -257,6 +257,32 @@ def test_infinite_scores_give_nan_where_the_other_kernel_does(key, tile):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
+@each_tile
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("first", [1, 64, 128, 300, 470, 500])
+@pytest.mark.parametrize("scale", [None, 1.5])
+def test_keys_at_minus_infinity_take_no_mass(first, scale, some, tile):
+    # Leading keys, so that rows meet whole tiles of -inf before any score; 500: nothing else.
+    q, k, v = draw(500, tile=tile)
+    q[..., 0], k[:, :first, :, 0] = 1, -torch.inf
+    if some:  # other rows are at +inf there, and so NaN, which keeps every tile
+        q[:, ::3, :, 0] = -1
+    for threshold in (0.0, 1e-9):
+        settings = of_tiles(tile, threshold) | {"scale": scale}
+        problem = make_problem(q, k, v, want_trace=True, **settings)
+        found, want = run(problem), reference.run(problem)
+        assert torch.equal(found.out.isnan(), want.out.isnan())
+        assert bool(found.out.isnan().any()) == some
+        sound = ~want.lse.isnan()
+        assert torch.equal(found.lse.isnan(), ~sound)
+        assert torch.allclose(found.lse[sound], want.lse[sound], rtol=1e-4, atol=1e-3)
+        eps = torch.finfo(q.dtype).eps
+        finite = ~want.out.isnan()
+        assert (found.out - want.out)[finite].abs().max() <= 4 * eps * v.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("threshold", [0.05, 3.0])
 def test_the_planted_tiles_are_dropped_and_no_other(threshold):
     # Kept and dropped tiles take turns, and by groups of a program: none may sway another's vote.

@@ -35,6 +35,8 @@ with a trace and without. Two that differ only behind their loop, ptxas makes up
 The accumulator is multiplied only by a warp in which a maximum rises, and the maximum of a row is
 taken over integers: that leaves out a quarter of the instructions of a tile that is kept.
 The ragged last tile comes behind the loop, where scores of missing keys are set to -inf.
+A maximum begins not at -inf but far below any score: of a row with scores of -inf alone, from keys
+that are infinite, all probabilities are 0 then, and none is -inf less -inf.
 """
 
 # Gluon's types are those of the host, where a constant of the kernel is what stands in it.
@@ -56,6 +58,7 @@ from blockattn.impl.triton.vote import DROPPED, GROUP_ROWS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+LEAST = gl.constexpr(-(2.0**120))  # finite also in base-2 units, for scales up to 88
 ROWS = gl.constexpr(GROUP_ROWS)  # queries of a group
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -273,9 +276,7 @@ def _tile(
         kept = _kept_by_two(objects, place, flags, stage, G)
     if kept:
         top = gl.maximum(m, top)
-        # Only a row that has seen no key yet can be at -inf.
-        base = gl.where(top == -float("inf"), 0.0, top) if MASKED else top
-        p = gl.exp2(s * unit - gl.expand_dims(base * unit, 1))
+        p = gl.exp2(s * unit - gl.expand_dims(top * unit, 1))
         if _some_negative(m - top, G):  # the maximum of a row rises, which is rare after a while
             shrink = gl.exp2((m - top) * unit)
             l = l * shrink
@@ -321,7 +322,7 @@ def _vote(
         # A group past the sequence has no line in the map: it objects to all, and notes nothing.
         alive = alive | (start >= queries)
         limit = gl.where(start < queries, limit, -float("inf"))
-    m = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
+    m = gl.full([ROWS], LEAST, gl.float32, row_layout)
     l = gl.full([ROWS], 0.0, gl.float32, row_layout)
     acc = gl.full([ROWS, D], 0.0, gl.float32, o_layout)
     line = batch.to(gl.int64) * heads + head
