@@ -49,10 +49,12 @@ def _rank(bits, seen):
 
 @triton.jit
 def _shared_lists(
-    words_ptr, index_ptr, count_ptr, lines, rows, words, width,
+    words_ptr, index_ptr, count_ptr, counter_ptr, lines, rows, words, width,
     TOGETHER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Lists ``[lines, width]`` and counts ``[lines, 3]`` of the pairs of rows."""
+    """Lists ``[lines, width]``, counts ``[lines, 3]`` of the pairs of rows, a counter of 0."""
+    if tl.program_id(0) == 0:
+        tl.store(counter_ptr, 0)
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     alive = line < lines
     pairs = tl.cdiv(rows, 2)
@@ -98,7 +100,9 @@ def _shared_lists(
         seen_second += tl.sum(_bits(two), axis=1)
 
 
-def shared_lists(words: Tensor, blocks: int, *, together: bool = True) -> tuple[Tensor, Tensor]:
+def shared_lists(
+    words: Tensor, blocks: int, *, together: bool = True, counter: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Key blocks of query blocks 2 i and 2 i + 1 in the order that the kernel walks.
 
     Args:
@@ -106,6 +110,8 @@ def shared_lists(words: Tensor, blocks: int, *, together: bool = True) -> tuple[
         blocks: key blocks.
         together: blocks of both query blocks are listed once and come first. Otherwise each has its
             own entry, so that each query block meets its key blocks in ascending order.
+        counter: int32 ``[1]`` that is zero afterwards: the kernel which walks the lists counts in
+            it, and is spared a launch that zeroes it.
 
     Returns:
         index int32 ``[B, H, ceil(Nq / 2), K]``, K = ``blocks`` (twice that unless ``together``),
@@ -117,13 +123,16 @@ def shared_lists(words: Tensor, blocks: int, *, together: bool = True) -> tuple[
     size = blocks if together else 2 * blocks
     index = torch.empty(batch, heads, lines, size, dtype=torch.int32, device=words.device)
     count = torch.empty(batch, heads, lines, 3, dtype=torch.int32, device=words.device)
+    if counter is None:
+        counter = torch.empty(1, dtype=torch.int32, device=words.device)
     if not index.numel():
+        counter.zero_()
         return index, count.zero_()
     step = min(WIDEST, 1 << (width - 1).bit_length())
     total, rows_each = batch * heads * lines, max(1, ELEMENTS // step)
     kernel: Any = _shared_lists
     kernel[(num_blocks(total, rows_each),)](
-        words.contiguous(), index, count, total, rows, width, size,
+        words.contiguous(), index, count, counter, total, rows, width, size,
         TOGETHER=together, ROWS=rows_each, WIDTH=step, num_warps=WARPS,
     )  # fmt: skip
     return index, count
