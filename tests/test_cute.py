@@ -343,7 +343,7 @@ def spelled(index: Tensor, count: Tensor) -> tuple[set[int], set[int], list[int]
     return {*shared, *own}, {*shared, *other}, shared
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 31, 32, 33, 65, 130])
+@pytest.mark.parametrize("blocks", [1, 2, 31, 32, 33, 65, 130, 4200])
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("together", [True, False])
 def test_shared_lists_spell_the_route_of_both_query_blocks(blocks, density, together):
