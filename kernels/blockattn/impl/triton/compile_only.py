@@ -133,9 +133,11 @@ def compile_preparation(
     """Summaries, centred keys, routing, lists and words of a map, by kernel."""
     made = {}
     constants: dict[str, Any] = {"L": 64, "D": head_dim}
-    strides = {f"{name}_stride_d": 1 for name in "qkv"}
+    slices = {"CHANNELS": prepare.CHANNELS, "ROWS": prepare.RIDE_ROWS}
+    strides = {f"{name}_stride_d": 1 for name in "qv"}
     variants: dict[str, tuple[Any, dict[str, Any], int]] = {
-        "summarise": (prepare._summarise, constants | strides, prepare.SUMMARY_WARPS),
+        "mean keys": (prepare._mean_keys, constants | {"stride_d": 1}, prepare.SUMMARY_WARPS),
+        "summarise": (prepare._summarise, constants | slices | strides, prepare.SUMMARY_WARPS),
         "center": (
             prepare._center,
             {"D": head_dim, "CHANNELS": prepare.CHANNELS, "ROWS": prepare.CENTER_ROWS},
