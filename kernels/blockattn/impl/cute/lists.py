@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockattn.impl.triton.lists import _bits
+from blockattn.impl.triton.overlap import awaited, follows
 from blockattn.layout import num_blocks
 
 ELEMENTS = 32  # words of a program where a row has no more: one each for the lanes of one warp
@@ -59,9 +60,10 @@ def _lowest(bits):
 @triton.jit
 def _shared_lists(
     words_ptr, index_ptr, count_ptr, counter_ptr, lines, rows, words, width,
-    TOGETHER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Lists ``[lines, width]``, counts ``[lines, 3]`` of the pairs of rows, a counter of 0."""
+    awaited(EARLY)
     if tl.program_id(0) == 0:
         tl.store(counter_ptr, 0)
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -132,5 +134,6 @@ def shared_lists(
     kernel[(num_blocks(total, rows_each),)](
         words.contiguous(), index, count, counter, total, rows, width, size,
         TOGETHER=together, ROWS=rows_each, WIDTH=step, num_warps=warps,
+        **follows(words.device),
     )  # fmt: skip
     return index, count

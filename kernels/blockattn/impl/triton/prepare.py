@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockattn.impl.triton.overlap import arrived, awaited, early, follows
 from blockattn.layout import num_blocks
 
 SUMMARY_WARPS = 2
@@ -136,8 +137,9 @@ def _center(
 @triton.jit
 def _mean_keys(
     k, k_mean, stride_b, stride_t, stride_h, stride_d, tokens, blocks, key_heads,
-    L: tl.constexpr, D: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    arrived(EARLY)
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = _load_block(k, batch, head, block, stride_b, stride_t, stride_h, stride_d, tokens, L, D)
     line = (batch.to(tl.int64) * blocks + block) * key_heads + head
@@ -152,7 +154,9 @@ def _summarise(
     v_stride_b, v_stride_t, v_stride_h, v_stride_d,
     tokens, blocks, heads, key_heads, centring,
     L: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    arrived(EARLY)
     part, place, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block = place - centring
     channel = tl.arange(0, D)
@@ -160,6 +164,7 @@ def _summarise(
     if block < 0:
         task = place * (heads + key_heads) + part
         if task < key_heads * (D // CHANNELS):
+            awaited(EARLY)
             head = task // (D // CHANNELS)
             _center_slice(
                 k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr,
@@ -252,7 +257,7 @@ def _mean_of_keys(k: Tensor, block: int) -> Tensor:
     kernel: Any = _mean_keys
     kernel[(key_heads, blocks, batch)](
         k, k_mean, *k.stride(), tokens, blocks, key_heads,
-        L=block, D=dim, num_warps=SUMMARY_WARPS,
+        L=block, D=dim, EARLY=early(k.device), num_warps=SUMMARY_WARPS,
     )  # fmt: skip
     return k_mean
 
@@ -276,5 +281,6 @@ def _summaries(
         *q.stride(), *v.stride(),
         tokens, blocks, heads, key_heads, centring,
         L=block, D=dim, CHANNELS=channels, ROWS=RIDE_ROWS, num_warps=SUMMARY_WARPS,
+        **follows(q.device, waits=centring > 0),
     )  # fmt: skip
     return q_mean, k_mean, v_sum, lengths
