@@ -254,7 +254,7 @@ def test_a_sparse_call_launches_with_lists_words_summaries_and_maps(launched):
     assert call.k_mean.shape == call.v_sum.shape == (1, 6, 2, 64)
     assert call.tail_lengths.tolist() == [64] * 5 + [10]
     assert call.block_lengths is lengths
-    assert call.limit == -2.0
+    assert (call.limit, call.counter.tolist()) == (-2.0, [0])
     assert call.lse is result.lse
     assert (call.dropped.shape, call.dropped.dtype) == ((1, 2, 6, 6), torch.int8)
     assert result.skipped is not None
@@ -303,6 +303,18 @@ def test_summaries_with_gaps_or_at_odd_places_are_copied(launched):
     assert call.k_mean is tail.k_mean
 
 
+def test_lists_made_before_serve_again_and_each_launch_counts_from_zero(launched):
+    q, k, v = gaussian(200)
+    problem = make_problem(q, k, v, route=random_route(200, 200))
+    lists = launch.route_lists(problem)
+    for _ in range(2):
+        launch.run(problem, lists)
+        launched[-1].counter += 7  # as the kernel does
+    launch.run(problem, lists)
+    assert launched[-1].counter.tolist() == [0]
+    assert all(a is b for a, b in zip(lists, (launched[-1].pair_index, launched[-1].pair_count)))
+
+
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 70), (70, 0)])
 def test_empty_sequences_launch_nothing(launched, tokens, keys):
     q, k, v = gaussian(tokens, keys=keys)
@@ -331,7 +343,7 @@ def spelled(index: Tensor, count: Tensor) -> tuple[set[int], set[int], list[int]
     return {*shared, *own}, {*shared, *other}, shared
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 31, 32, 33, 65, 130])
+@pytest.mark.parametrize("blocks", [1, 2, 31, 32, 33, 65, 130, 4200])
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("together", [True, False])
 def test_shared_lists_spell_the_route_of_both_query_blocks(blocks, density, together):
@@ -348,6 +360,13 @@ def test_shared_lists_spell_the_route_of_both_query_blocks(blocks, density, toge
             want += [set()] * (2 - len(want))
             assert [first, second] == want
             assert set(shared) == (want[0] & want[1] if together else set())
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 130])
+def test_shared_lists_zero_a_counter(blocks):
+    counter = torch.full((1,), 7, dtype=torch.int32, device=DEVICE)
+    shared_lists(random_route(130, 64 * blocks).words, blocks, counter=counter)
+    assert counter.tolist() == [0]
 
 
 # -- source ----------------------------------------------------------------------------------------

@@ -472,6 +472,19 @@ def test_preparation_reads_any_strides_where_they_lie(view):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("heads", "key_heads", "tokens"), [(2, 2, 200), (4, 1, 9000)])
+def test_key_means_are_centred_beside_the_other_summaries_as_alone(heads, key_heads, tokens):
+    q, k, v = make_inputs(tokens, heads=heads, key_heads=key_heads)
+    *found, keys = prepare.summarise_and_center(q, k, v, 64)
+    for x, want in zip(found, prepare.summarise(q, k, v, 64)):
+        assert torch.equal(x, want)
+    want = prepare.center_keys(found[1])
+    torch.testing.assert_close(keys.center, want.center, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(keys.deviation, want.deviation, rtol=1e-5, atol=0)
+    whole = (x.upper.float() + x.lower.float() for x in (keys, want))
+    torch.testing.assert_close(*whole, rtol=1e-4, atol=1e-4)
+
+
 def test_one_head_for_all_is_summarised_once_per_head():
     q, k, v = make_inputs(130, heads=1)
     want = prepare.summarise(q, k, v, 64)

@@ -57,16 +57,13 @@ def _launch(
     variant = variant_of(problem)
     kernel, load = cache.kernel(variant, ARCH)
     route, tail = problem.route, problem.tail
-    index = count = words = None
-    if route is not None:
-        index, count = lists or route_lists(problem)
-        words = _packed(route.words) if variant.tail else None
+    index, count, counter = _lists_and_counter(problem, lists)
+    words = _packed(route.words) if route is not None and variant.tail else None
     summaries = (None, None, None)
     if tail is not None:
         summaries = tuple(_packed(x) for x in (tail.k_mean, tail.v_sum, tail.lengths))
     lengths = None if problem.block_lengths is None else _packed(problem.block_lengths)
     programs = processors(out.device)
-    counter = torch.zeros(1, dtype=torch.int32, device=out.device)  # of items taken
     with torch.cuda.device(out.device):
         kernel(
             *(_regular(x) for x in (problem.q, problem.k, problem.v)), out, lse,
@@ -76,22 +73,33 @@ def _launch(
     return load
 
 
+def _lists_and_counter(
+    problem: Problem, lists: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Lists of the route, if there is one, and the zero from which programs count their items."""
+    counter = torch.empty(1, dtype=torch.int32, device=problem.q.device)
+    if problem.route is not None and lists is None:
+        return *route_lists(problem, counter), counter
+    index, count = lists or (None, None)
+    return index, count, counter.zero_()
+
+
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU: so many programs of the kernel run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def route_lists(problem: Problem) -> tuple[Tensor, Tensor]:
+def route_lists(problem: Problem, counter: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Key blocks of every pair of query blocks, as the kernel walks them.
 
     What both attend comes first and is fetched once, except under a skip vote, whose tiles are
-    visited in ascending order.
+    visited in ascending order. A counter is zeroed on the way.
     """
     route = problem.visited
     if route is None:
         raise ValueError("problem: has no route, so that there are no lists to make")
     together = problem.skip_threshold is None
-    return shared_lists(route.words, route.grid[1], together=together)
+    return shared_lists(route.words, route.grid[1], together=together, counter=counter)
 
 
 def _packed(x: Tensor) -> Tensor:

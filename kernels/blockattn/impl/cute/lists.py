@@ -4,7 +4,9 @@ An order in which both find their own entries by counting: first the key blocks 
 of one alone, in turn as long as both have some. So neither waits while the other works through a
 run of its own.
 
-One lane owns one bit of a word; a first pass over the words counts, a second writes.
+Plan. One lane owns one word of a pair, whose words are all in registers at once: sums over them say
+how long the lists are and where a word's part begins. Then each lane takes its lowest set bit, as
+often as the fullest word has bits: routes are sparse, a word holds few.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockattn.impl.triton.lists import ELEMENTS, WARPS, WIDEST, _bits
+from blockattn.impl.triton.lists import _bits
+from blockattn.impl.triton.overlap import awaited, follows
 from blockattn.layout import num_blocks
+
+ELEMENTS = 32  # words of a program where a row has no more: one each for the lanes of one warp
+MOST_WARPS = 8
 
 
 @triton.jit
@@ -39,66 +45,63 @@ def _pair_words(
 
 
 @triton.jit
-def _rank(bits, seen):
-    """How many set bits come before each bit of a row, of which ``seen`` before these words."""
+def _ranks(bits):
+    """How many set bits of its row come before each word, and how many there are in all."""
     count = _bits(bits)
-    before = seen[:, None] + tl.cumsum(count, axis=1) - count
-    bit = tl.arange(0, 32)[None, None, :]
-    return before[:, :, None] + _bits(bits[:, :, None] & ((1 << bit) - 1))
+    return tl.cumsum(count, axis=1) - count, tl.sum(count, axis=1)
+
+
+@triton.jit
+def _lowest(bits):
+    """Place of the lowest set bit of each word; 32 where none is set."""
+    return _bits(~bits & (bits - 1))
 
 
 @triton.jit
 def _shared_lists(
-    words_ptr, index_ptr, count_ptr, lines, rows, words, width,
-    TOGETHER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    words_ptr, index_ptr, count_ptr, counter_ptr, lines, rows, words, width,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Lists ``[lines, width]`` and counts ``[lines, 3]`` of the pairs of rows."""
-    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    alive = line < lines
+    """Lists ``[lines, width]``, counts ``[lines, 3]`` of the pairs of rows, a counter of 0."""
+    awaited(EARLY)
+    if tl.program_id(0) == 0:
+        tl.store(counter_ptr, 0)
+    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pairs = tl.cdiv(rows, 2)
-    first = line // pairs * rows + line % pairs * 2
-    second = tl.where(line % pairs * 2 + 1 < rows, first + 1, -1)
-    total_both = tl.zeros([ROWS], tl.int32)
-    total_first = tl.zeros([ROWS], tl.int32)
-    total_second = tl.zeros([ROWS], tl.int32)
-    for start in range(0, words, WIDTH):
-        place = start + tl.arange(0, WIDTH)
-        inside = alive[:, None] & (place < words)[None, :]
-        both, one, two = _pair_words(words_ptr, first, second, place, inside, words, TOGETHER)
-        total_both += tl.sum(_bits(both), axis=1)
-        total_first += tl.sum(_bits(one), axis=1)
-        total_second += tl.sum(_bits(two), axis=1)
-    tl.store(count_ptr + line * 3, total_both, mask=alive)
-    tl.store(count_ptr + line * 3 + 1, total_first, mask=alive)
-    tl.store(count_ptr + line * 3 + 2, total_second, mask=alive)
+    pair = line % pairs
+    first = (line // pairs).to(tl.int64) * rows + pair * 2
+    second = tl.where(pair * 2 + 1 < rows, first + 1, -1)
+    place = tl.arange(0, WIDTH)
+    alive = line < lines
+    inside = alive[:, None] & (place < words)[None, :]
+    both, one, two = _pair_words(words_ptr, first, second, place, inside, words, TOGETHER)
+    rank_both, total_both = _ranks(both)
+    rank_one, total_one = _ranks(one)
+    rank_two, total_two = _ranks(two)
+    count = count_ptr + line.to(tl.int64) * 3
+    tl.store(count, total_both, mask=alive)
+    tl.store(count + 1, total_one, mask=alive)
+    tl.store(count + 2, total_two, mask=alive)
 
-    in_turn = tl.minimum(total_first, total_second)[:, None, None]
-    alone = total_both[:, None, None]
-    target = index_ptr + (line * width)[:, None, None]
-    bit = tl.arange(0, 32)[None, None, :]
-    seen_both = tl.zeros([ROWS], tl.int32)
-    seen_first = tl.zeros([ROWS], tl.int32)
-    seen_second = tl.zeros([ROWS], tl.int32)
-    for start in range(0, words, WIDTH):
-        place = start + tl.arange(0, WIDTH)
-        inside = alive[:, None] & (place < words)[None, :]
-        both, one, two = _pair_words(words_ptr, first, second, place, inside, words, TOGETHER)
-        entry = tl.broadcast_to((place * 32)[None, :, None] + bit, [ROWS, WIDTH, 32])
+    in_turn = tl.minimum(total_one, total_two)[:, None]
+    target = index_ptr + (line.to(tl.int64) * width)[:, None]
+    alone = target + total_both[:, None]
+    fullest = tl.maximum(_bits(both), tl.maximum(_bits(one), _bits(two)))
+    for _ in range(tl.max(tl.max(fullest, axis=1), axis=0)):
         if TOGETHER:
-            rank = _rank(both, seen_both)
-            tl.store(target + rank, entry, mask=(both[:, :, None] >> bit) & 1 != 0)
-            seen_both += tl.sum(_bits(both), axis=1)
-        rank = _rank(one, seen_first)
-        rank = alone + tl.where(rank < in_turn, 2 * rank, in_turn + rank)
-        tl.store(target + rank, entry, mask=(one[:, :, None] >> bit) & 1 != 0)
-        rank = _rank(two, seen_second)
-        rank = alone + tl.where(rank < in_turn, 2 * rank + 1, in_turn + rank)
-        tl.store(target + rank, entry, mask=(two[:, :, None] >> bit) & 1 != 0)
-        seen_first += tl.sum(_bits(one), axis=1)
-        seen_second += tl.sum(_bits(two), axis=1)
+            tl.store(target + rank_both, place[None, :] * 32 + _lowest(both), mask=both != 0)
+            both, rank_both = both & (both - 1), rank_both + 1
+        spot = tl.where(rank_one < in_turn, 2 * rank_one, in_turn + rank_one)
+        tl.store(alone + spot, place[None, :] * 32 + _lowest(one), mask=one != 0)
+        one, rank_one = one & (one - 1), rank_one + 1
+        spot = tl.where(rank_two < in_turn, 2 * rank_two + 1, in_turn + rank_two)
+        tl.store(alone + spot, place[None, :] * 32 + _lowest(two), mask=two != 0)
+        two, rank_two = two & (two - 1), rank_two + 1
 
 
-def shared_lists(words: Tensor, blocks: int, *, together: bool = True) -> tuple[Tensor, Tensor]:
+def shared_lists(
+    words: Tensor, blocks: int, *, together: bool = True, counter: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Key blocks of query blocks 2 i and 2 i + 1 in the order that the kernel walks.
 
     Args:
@@ -106,6 +109,8 @@ def shared_lists(words: Tensor, blocks: int, *, together: bool = True) -> tuple[
         blocks: key blocks.
         together: blocks of both query blocks are listed once and come first. Otherwise each has its
             own entry, so that each query block meets its key blocks in ascending order.
+        counter: int32 ``[1]`` that is zero afterwards: the kernel which walks the lists counts in
+            it, and is spared a launch that zeroes it.
 
     Returns:
         index int32 ``[B, H, ceil(Nq / 2), K]``, K = ``blocks`` (twice that unless ``together``),
@@ -117,13 +122,18 @@ def shared_lists(words: Tensor, blocks: int, *, together: bool = True) -> tuple[
     size = blocks if together else 2 * blocks
     index = torch.empty(batch, heads, lines, size, dtype=torch.int32, device=words.device)
     count = torch.empty(batch, heads, lines, 3, dtype=torch.int32, device=words.device)
+    if counter is None:
+        counter = torch.empty(1, dtype=torch.int32, device=words.device)
     if not index.numel():
+        counter.zero_()
         return index, count.zero_()
-    step = min(WIDEST, 1 << (width - 1).bit_length())
+    step = 1 << (width - 1).bit_length()
     total, rows_each = batch * heads * lines, max(1, ELEMENTS // step)
+    warps = min(MOST_WARPS, max(1, step // 128))  # one needs no barrier; more have the registers
     kernel: Any = _shared_lists
     kernel[(num_blocks(total, rows_each),)](
-        words.contiguous(), index, count, total, rows, width, size,
-        TOGETHER=together, ROWS=rows_each, WIDTH=step, num_warps=WARPS,
+        words.contiguous(), index, count, counter, total, rows, width, size,
+        TOGETHER=together, ROWS=rows_each, WIDTH=step, num_warps=warps,
+        **follows(words.device),
     )  # fmt: skip
     return index, count

@@ -132,10 +132,12 @@ def compile_preparation(
 ) -> dict[str, Resources]:
     """Summaries, centred keys, routing, lists and words of a map, by kernel."""
     made = {}
-    constants: dict[str, Any] = {"L": 64, "D": head_dim}
-    strides = {f"{name}_stride_d": 1 for name in "qkv"}
+    constants: dict[str, Any] = {"L": 64, "D": head_dim, "EARLY": capability >= 90}
+    slices = {"CHANNELS": prepare.CHANNELS, "ROWS": prepare.RIDE_ROWS}
+    strides = {f"{name}_stride_d": 1 for name in "qv"}
     variants: dict[str, tuple[Any, dict[str, Any], int]] = {
-        "summarise": (prepare._summarise, constants | strides, prepare.SUMMARY_WARPS),
+        "mean keys": (prepare._mean_keys, constants | {"stride_d": 1}, prepare.SUMMARY_WARPS),
+        "summarise": (prepare._summarise, constants | slices | strides, prepare.SUMMARY_WARPS),
         "center": (
             prepare._center,
             {"D": head_dim, "CHANNELS": prepare.CHANNELS, "ROWS": prepare.CENTER_ROWS},
@@ -146,6 +148,7 @@ def compile_preparation(
     shape |= {"STAGES": select.STAGES.get(capability // 10, 2)}
     for given, scores in ((False, False), (True, False), (True, True)):
         flags = {"GIVEN": given, "SCORES": scores, "BAND": 1, "SPAN": select.SPAN}
+        flags["EARLY"] = capability >= 90
         flags["COLUMNS"] = select.COLUMNS // 2 if scores else select.COLUMNS
         warps = select.MORE_WARPS if scores else select.WARPS
         name = f"select given={given} scores={scores}"

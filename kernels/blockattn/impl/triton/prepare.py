@@ -1,15 +1,16 @@
 """Block summaries and statistics in one pass over q, k, v (Triton).
 
-Plan. ``_summarise``: one program per (head of q, k or v; block; batch) loads 64 rows, sums them in
-float32 and writes a query mean (float32), a key mean or a value sum (rounded once to the inputs'
-dtype): 3 T H D elements read, 1/64 of that written, so bound by bandwidth. Heads come first in the
-grid, because the rows of neighbouring heads lie side by side in memory, and programs are small
-(16 kB, 8 loads of 16 bytes a thread), so that many of them are in flight.
-``_center``: one program per (slice of channels, head, batch) walks the key means three times: mean,
-centred second moment (so that a large mean key costs no precision), centred keys. Squares are taken
-of numbers scaled by a power of two near the channel's largest, so that none overflows. The centred
-keys, scaled by a power of two near 1 / deviation, leave as two float16 halves for the product that
-routes.
+Plan. ``_mean_keys`` and ``_summarise``: one program per (head; block; batch) loads 64 rows, sums
+them in float32 and writes a query mean (float32), a key mean or a value sum (rounded once to the
+inputs' dtype): 3 T H D elements read, 1/64 of that written, so bound by bandwidth. Heads come first
+in the grid, because the rows of neighbouring heads lie side by side in memory, and programs are
+small (16 kB, 8 loads of 16 bytes a thread), so that many of them are in flight.
+Key means come in a launch of their own, so that the first programs of the next one can center them
+while the others still read queries and values: ``_center_slice`` is bound by latency and costs no
+time there. It walks the key means of a head three times: mean, centred second moment (so that a
+large mean key costs no precision), centred keys. Squares are taken of numbers scaled by a power of
+two near the channel's largest, so that none overflows. The centred keys, scaled by a power of two
+near 1 / deviation, leave as two float16 halves for the product that routes.
 Rows past the sequence are never read, every offset is 64 bits wide, any strides are served.
 """
 
@@ -23,12 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockattn.impl.triton.overlap import arrived, awaited, early, follows
 from blockattn.layout import num_blocks
 
 SUMMARY_WARPS = 2
 CHANNELS = 16  # channels of a program of the centring kernel, and key blocks of its steps
 CENTER_ROWS = 256
 CENTER_WARPS = 8
+RIDE_ROWS = 128  # the same where the warps of a summary do it
 
 
 @triton.jit
@@ -55,43 +58,6 @@ def _mean(rows, count):
     """Sum over the rows by their count, rounded correctly: equal rows have exactly that mean."""
     total = tl.sum(rows, axis=0)
     return tl.div_rn(total, tl.zeros_like(total) + count)
-
-
-@triton.jit
-def _summarise(
-    q, k, v, q_mean, k_mean, v_sum, length_ptr,
-    q_stride_b, q_stride_t, q_stride_h, q_stride_d,
-    k_stride_b, k_stride_t, k_stride_h, k_stride_d,
-    v_stride_b, v_stride_t, v_stride_h, v_stride_d,
-    tokens, blocks, heads, key_heads,
-    L: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    part, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    channel = tl.arange(0, D)
-    length = tl.minimum(tokens - block * L, L)
-    if part < heads:
-        rows = _load_block(
-            q, batch, part, block, q_stride_b, q_stride_t, q_stride_h, q_stride_d, tokens, L, D
-        )
-        line = (batch.to(tl.int64) * heads + part) * blocks + block
-        tl.store(q_mean + line * D + channel, _mean(rows, length))
-        if (part == 0) & (batch == 0):
-            tl.store(length_ptr + block, length)
-    elif part < heads + key_heads:
-        head = part - heads
-        rows = _load_block(
-            k, batch, head, block, k_stride_b, k_stride_t, k_stride_h, k_stride_d, tokens, L, D
-        )
-        line = (batch.to(tl.int64) * blocks + block) * key_heads + head
-        tl.store(k_mean + line * D + channel, _mean(rows, length).to(k_mean.dtype.element_ty))
-    else:
-        head = part - heads - key_heads
-        rows = _load_block(
-            v, batch, head, block, v_stride_b, v_stride_t, v_stride_h, v_stride_d, tokens, L, D
-        )
-        line = (batch.to(tl.int64) * blocks + block) * key_heads + head
-        total = tl.sum(rows, axis=0)
-        tl.store(v_sum + line * D + channel, total.to(v_sum.dtype.element_ty))
 
 
 @triton.jit
@@ -122,12 +88,12 @@ def _key_rows(base, start, blocks, stride, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _center(
-    k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr, blocks, key_heads,
+def _center_slice(
+    k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr, part, head, batch, blocks, key_heads,
     D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    head, batch = tl.program_id(1), tl.program_id(2)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    """Mean, deviation and centred key means of CHANNELS channels of a head."""
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
     base = k_mean + (batch.to(tl.int64) * blocks * key_heads + head) * D + channel[None, :]
     stride = key_heads * D
     sums = tl.zeros([ROWS, CHANNELS], tl.float32)
@@ -157,28 +123,69 @@ def _center(
         tl.store(lower_ptr + target, lower, mask=inside)
 
 
-def summarise(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query means float32 ``[B, Hq, N, D]``, key means and value sums ``[B, N, Hk, D]``, and the
-    length of every block, int32 ``[N]``.
-
-    Args:
-        q: ``[B, T, Hq, D]``; k, v: ``[B, T, Hk, D]``; any strides.
-        block: tokens of a block, a power of two.
-    """
-    batch, tokens, heads, dim = q.shape
-    key_heads, blocks = k.shape[2], num_blocks(tokens, block)
-    q_mean = torch.empty(batch, heads, blocks, dim, dtype=torch.float32, device=q.device)
-    k_mean = torch.empty(batch, blocks, key_heads, dim, dtype=k.dtype, device=k.device)
-    v_sum = torch.empty_like(k_mean)
-    lengths = torch.empty(blocks, dtype=torch.int32, device=q.device)
-    kernel: Any = _summarise
-    kernel[(heads + 2 * key_heads, blocks, batch)](
-        q, k, v, q_mean, k_mean, v_sum, lengths,
-        *q.stride(), *k.stride(), *v.stride(),
-        tokens, blocks, heads, key_heads,
-        L=block, D=dim, num_warps=SUMMARY_WARPS,
+@triton.jit
+def _center(
+    k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr, blocks, key_heads,
+    D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    _center_slice(
+        k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr,
+        tl.program_id(0), tl.program_id(1), tl.program_id(2), blocks, key_heads, D, CHANNELS, ROWS,
     )  # fmt: skip
-    return q_mean, k_mean, v_sum, lengths
+
+
+@triton.jit
+def _mean_keys(
+    k, k_mean, stride_b, stride_t, stride_h, stride_d, tokens, blocks, key_heads,
+    L: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    arrived(EARLY)
+    head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = _load_block(k, batch, head, block, stride_b, stride_t, stride_h, stride_d, tokens, L, D)
+    line = (batch.to(tl.int64) * blocks + block) * key_heads + head
+    mean = _mean(rows, tl.minimum(tokens - block * L, L))
+    tl.store(k_mean + line * D + tl.arange(0, D), mean.to(k_mean.dtype.element_ty))
+
+
+@triton.jit
+def _summarise(
+    q, v, q_mean, v_sum, length_ptr, k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr,
+    q_stride_b, q_stride_t, q_stride_h, q_stride_d,
+    v_stride_b, v_stride_t, v_stride_h, v_stride_d,
+    tokens, blocks, heads, key_heads, centring,
+    L: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    arrived(EARLY)
+    part, place, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = place - centring
+    channel = tl.arange(0, D)
+    length = tl.minimum(tokens - block * L, L)
+    if block < 0:
+        task = place * (heads + key_heads) + part
+        if task < key_heads * (D // CHANNELS):
+            awaited(EARLY)
+            head = task // (D // CHANNELS)
+            _center_slice(
+                k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr,
+                task % (D // CHANNELS), head, batch, blocks, key_heads, D, CHANNELS, ROWS,
+            )  # fmt: skip
+    elif part < heads:
+        rows = _load_block(
+            q, batch, part, block, q_stride_b, q_stride_t, q_stride_h, q_stride_d, tokens, L, D
+        )
+        line = (batch.to(tl.int64) * heads + part) * blocks + block
+        tl.store(q_mean + line * D + channel, _mean(rows, length))
+        if (part == 0) & (batch == 0):
+            tl.store(length_ptr + block, length)
+    else:
+        head = part - heads
+        rows = _load_block(
+            v, batch, head, block, v_stride_b, v_stride_t, v_stride_h, v_stride_d, tokens, L, D
+        )
+        line = (batch.to(tl.int64) * blocks + block) * key_heads + head
+        total = tl.sum(rows, axis=0)
+        tl.store(v_sum + line * D + channel, total.to(v_sum.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -196,17 +203,84 @@ class CenteredKeys:
     center: Tensor
     deviation: Tensor
 
+    @classmethod
+    def empty(cls, k_mean: Tensor) -> CenteredKeys:
+        """Room for the key means ``[B, N, Hk, D]`` that :func:`summarise` gives."""
+        batch, blocks, key_heads, dim = k_mean.shape
+        device = k_mean.device
+        keys = torch.empty(2, batch, key_heads, blocks, dim, dtype=torch.float16, device=device)
+        rows = torch.empty(2, batch, key_heads, dim, dtype=torch.float32, device=device)
+        return cls(*keys, *rows)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.upper, self.lower, self.center, self.deviation
+
+
+def summarise(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query means float32 ``[B, Hq, N, D]``, key means and value sums ``[B, N, Hk, D]``, and the
+    length of every block, int32 ``[N]``.
+
+    Args:
+        q: ``[B, T, Hq, D]``; k, v: ``[B, T, Hk, D]``; any strides.
+        block: tokens of a block, a power of two.
+    """
+    k_mean = _mean_of_keys(k, block)
+    return _summaries(q, k_mean, v, block, None)
+
+
+def summarise_and_center(
+    q: Tensor, k: Tensor, v: Tensor, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, CenteredKeys]:
+    """What :func:`summarise` and :func:`center_keys` give, in as much time as the first."""
+    k_mean = _mean_of_keys(k, block)
+    keys = CenteredKeys.empty(k_mean)
+    return *_summaries(q, k_mean, v, block, keys), keys
+
 
 def center_keys(k_mean: Tensor) -> CenteredKeys:
     """Statistics of the key means ``[B, N, Hk, D]`` that :func:`summarise` gives."""
     batch, blocks, key_heads, dim = k_mean.shape
-    device = k_mean.device
-    keys = torch.empty(2, batch, key_heads, blocks, dim, dtype=torch.float16, device=device)
-    rows = torch.empty(2, batch, key_heads, dim, dtype=torch.float32, device=device)
+    keys = CenteredKeys.empty(k_mean)
     channels = min(CHANNELS, dim)
     kernel: Any = _center
     kernel[(dim // channels, key_heads, batch)](
-        k_mean, *keys, *rows, blocks, key_heads,
+        k_mean, *keys.tensors(), blocks, key_heads,
         D=dim, CHANNELS=channels, ROWS=CENTER_ROWS, num_warps=CENTER_WARPS,
     )  # fmt: skip
-    return CenteredKeys(*keys, *rows)
+    return keys
+
+
+def _mean_of_keys(k: Tensor, block: int) -> Tensor:
+    batch, tokens, key_heads, dim = k.shape
+    blocks = num_blocks(tokens, block)
+    k_mean = torch.empty(batch, blocks, key_heads, dim, dtype=k.dtype, device=k.device)
+    kernel: Any = _mean_keys
+    kernel[(key_heads, blocks, batch)](
+        k, k_mean, *k.stride(), tokens, blocks, key_heads,
+        L=block, D=dim, EARLY=early(k.device), num_warps=SUMMARY_WARPS,
+    )  # fmt: skip
+    return k_mean
+
+
+def _summaries(
+    q: Tensor, k_mean: Tensor, v: Tensor, block: int, keys: CenteredKeys | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The other summaries; programs in front of them center the key means, where it is wanted."""
+    batch, tokens, heads, dim = q.shape
+    key_heads, blocks = k_mean.shape[2], k_mean.shape[1]
+    q_mean = torch.empty(batch, heads, blocks, dim, dtype=torch.float32, device=q.device)
+    v_sum = torch.empty_like(k_mean)
+    lengths = torch.empty(blocks, dtype=torch.int32, device=q.device)
+    channels = min(CHANNELS, dim)
+    parts, slices = heads + key_heads, key_heads * (dim // channels)
+    centring = 0 if keys is None else num_blocks(slices, parts)  # rows of programs
+    kernel: Any = _summarise
+    kernel[(parts, centring + blocks, batch)](
+        q, v, q_mean, v_sum, lengths, k_mean,
+        *((q_mean,) * 4 if keys is None else keys.tensors()),
+        *q.stride(), *v.stride(),
+        tokens, blocks, heads, key_heads, centring,
+        L=block, D=dim, CHANNELS=channels, ROWS=RIDE_ROWS, num_warps=SUMMARY_WARPS,
+        **follows(q.device, waits=centring > 0),
+    )  # fmt: skip
+    return q_mean, k_mean, v_sum, lengths

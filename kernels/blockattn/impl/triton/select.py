@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockattn.impl.triton.overlap import arrived, awaited, follows
 from blockattn.impl.triton.prepare import CenteredKeys, halves, inverse_power
 from blockattn.layout import num_blocks
 
@@ -125,7 +126,10 @@ def _select(
     blocks, words, heads, key_heads, spans,
     D: tl.constexpr, GIVEN: tl.constexpr, SCORES: tl.constexpr, BAND: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    arrived(EARLY)
+    awaited(EARLY)
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile // spans * ROWS + tl.arange(0, ROWS)
     alive = row < blocks
@@ -227,6 +231,6 @@ def select(
         *sources, bits, bits if z is None else z, bits if std is None else std,
         tau, unit, floor, *sink, blocks, words, heads, key_heads, spans,
         GIVEN=std is not None, SCORES=scores, BAND=band, SPAN=SPAN, **shape,
-        num_warps=MORE_WARPS if scores else WARPS,
+        num_warps=MORE_WARPS if scores else WARPS, **follows(q_mean.device),
     )  # fmt: skip
     return Selection(bits, z, mean, std)
