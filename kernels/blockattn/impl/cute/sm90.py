@@ -34,6 +34,7 @@ Who waits for whom (mbarriers; a phase per use of a stage, 4 warps of each group
   vote            warps of both groups for all notes on an entry, where they decide together
 Named barriers (numbers in ``shapes``): a group around its output tile, which leaves by TMA; whose
 turn it is to multiply; padding of V blanked; a vote on tiles of 64 x 64.
+The kernel comes up while the one before it ends (programmatic dependent launch), and waits for it.
 The reference of a row is kept in raw units (q . k); the scale enters inside exp2 only.
 """
 
@@ -134,6 +135,7 @@ class Attention:
             block=((shapes.groups + 1) * GROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -172,6 +174,7 @@ class Attention:
             queries=queries, keys=keys, pairs=pairs, items=items, heads=heads, group=group,
         )  # fmt: skip
         _init_barriers(shapes, bars, warp)
+        cute.arch.griddepcontrol_wait()  # until here nothing is read that the kernel before writes
         if warp < GROUP // cute.arch.WARP_SIZE:
             cute.arch.setmaxregister_decrease(24)
             if warp == 0:
