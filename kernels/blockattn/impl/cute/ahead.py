@@ -3,7 +3,8 @@
 A step multiplies the scores of the next entry and the values of the entry before, both under the
 softmax of its own entry, and ends when all of it is there: ptxas serialises products that are in
 flight at a loop's back edge. Two sets of scores and of probabilities change roles from step to
-step. Where an entry lies is computed two steps ahead, in issue slots that the exponentials leave.
+step. Where an entry lies is computed two steps ahead, in issue slots that the exponentials leave,
+and whether its keys have come is asked one step ahead.
 With a vote the values of a dropped entry are not multiplied.
 """
 
@@ -47,34 +48,36 @@ def walk_ahead(
         steps.release(work, work.call.bars.k_empty + before[0])
         now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
         after, phases = next_entry(shapes, at, Int32(2), now[0], phases)
-        kept, void, tile = _first(shapes, work, at, tile, now, total > 1, two, second, one)
+        kept, void, tile, there = _first(
+            shapes, work, at, tile, now, after, total > 1, two, second, one
+        )
         steps.free_rows(work)  # by now the output before has been read
         left = total - 1  # entries whose probabilities are not computed yet
         for _ in cutlass.range((left - 1) // 2, unroll=1):
             number = total - left
             following, phases = next_entry(shapes, at, number + 2, after[0], phases)
-            kept, void, tile = _step(
-                shapes, work, at, number, tile, before, kept, void, after, True,
+            kept, void, tile, there = _step(
+                shapes, work, at, number, tile, before, kept, void, after, following, there,
                 one, first, two, second,
             )  # fmt: skip
             last, phases = next_entry(shapes, at, number + 3, following[0], phases)
-            kept, void, tile = _step(
-                shapes, work, at, number + 1, tile, now, kept, void, following, True,
+            kept, void, tile, there = _step(
+                shapes, work, at, number + 1, tile, now, kept, void, following, last, there,
                 two, second, one, first,
             )  # fmt: skip
             before, now, after = after, following, last
             left -= 2
         if left == 2:
-            kept, void, tile = _step(
-                shapes, work, at, total - 2, tile, before, kept, void, after, True,
+            kept, void, tile, there = _step(
+                shapes, work, at, total - 2, tile, before, kept, void, after, after, there,
                 one, first, two, second,
             )  # fmt: skip
             before, now = now, after
             softmax.move(two, one)
             softmax.move(first, second)
         if left > 0:
-            kept, void, tile = _step(
-                shapes, work, at, total - 1, tile, before, kept, void, None, False,
+            kept, void, tile, there = _step(
+                shapes, work, at, total - 1, tile, before, kept, void, None, None, there,
                 one, first, two, second,
             )  # fmt: skip
             _finish(shapes, work, now, kept, void, first)
@@ -106,14 +109,16 @@ def _finish(shapes: Shapes, work: Any, entry: Any, kept: Int32, void: Int32, p: 
 
 @cute.jit
 def _first(
-    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, more: Any, scores: Any, p: Any,
-    coming: Any,
+    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, then: Any, more: Any, scores: Any,
+    p: Any, coming: Any,
 ):  # fmt: skip
     """Softmax of the first entry of an item, under the scores of the next; like :func:`_step`."""
+    # Products under a condition are serialised by ptxas; one too many is to be ignored.
     if more:
         steps.wait_for_keys(work, after)
     tile_after = steps.tile_of(work, after)
     steps.start_keys(work, after, coming)
+    there = steps.keys_there(shapes, work, then)
     n, kept = Int32(0), Int32(1)
     void, weight = _mask(shapes, work, at, n, tile, scores)
     own = _largest(shapes, scores)
@@ -126,13 +131,13 @@ def _first(
     warpgroup.wait_group(0)
     if more:
         steps.release(work, work.call.bars.k_empty + after[0])
-    return kept, void, tile_after
+    return kept, void, tile_after, there
 
 
 @cute.jit
 def _step(
     shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, before: Any, kept: Int32,
-    void: Int32, after: Any, more: Any, scores: Any, p: Any, coming: Any, pending: Any,
+    void: Int32, after: Any, then: Any, there: Int32, scores: Any, p: Any, coming: Any, pending: Any,
 ):  # fmt: skip
     """Softmax of an entry, under the scores of the next and the values of the one before.
 
@@ -140,7 +145,7 @@ def _step(
         n, tile: number and key tile of the entry.
         before: the entry before; kept: there are probabilities of it, in ``pending``; void: this
             thread's row of its values is padding.
-        after: the next entry, or None; more: whether there really is one.
+        after: the next entry, or None; then: the one behind it; there: K of ``after`` has come.
         scores, p: of the entry; coming: scores of ``after``.
 
     Returns:
@@ -150,11 +155,11 @@ def _step(
         steps.multiply_values(shapes, work, before, void, pending)
     tile_after = Int32(0)
     if const_expr(after is not None):
-        # Products under a condition are serialised by ptxas; one too many is to be ignored.
-        if more:
+        if there == 0:
             steps.wait_for_keys(work, after)
         tile_after = steps.tile_of(work, after)
         steps.start_keys(work, after, coming)
+        there = steps.keys_there(shapes, work, then)
     kept, raised, shrink = Int32(1), Int32(0), softmax.per_row()
     void, weight = _mask(shapes, work, at, n, tile, scores)
     if const_expr(shapes.variant.skip is None):
@@ -172,9 +177,8 @@ def _step(
         softmax.rescale(work.acc, shrink)
     steps.free(shapes, work, before)
     if const_expr(after is not None):
-        if more:
-            steps.release(work, work.call.bars.k_empty + after[0])
-    return kept, void, tile_after
+        steps.release(work, work.call.bars.k_empty + after[0])
+    return kept, void, tile_after, there
 
 
 @cute.jit
