@@ -137,7 +137,8 @@ def _first(
 @cute.jit
 def _step(
     shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, before: Any, kept: Int32,
-    void: Int32, after: Any, then: Any, there: Int32, scores: Any, p: Any, coming: Any, pending: Any,
+    void: Int32, after: Any, then: Any, there: Int32, scores: Any, p: Any, coming: Any,
+    pending: Any,
 ):  # fmt: skip
     """Softmax of an entry, under the scores of the next and the values of the one before.
 
