@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -396,6 +397,29 @@ def test_nan_in_padding_does_not_leak():
     assert torch.equal(attend(q, k, v, **settings), clean)
     skipping = attend(q, k, v, skip_threshold=0.1, skip_tile=(64, 32), **settings)
     assert skipping.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [1, 64, 100, 200])
+@pytest.mark.parametrize("mechanism", ["mask", "causal mask", "tail", "skip"])
+def test_keys_at_minus_infinity_take_no_mass(mechanism, first, dtype):
+    shape = Shape(200)
+    q, k, v = inputs(shape, dtype)
+    q[..., 0], k[:, :first, :, 0] = 1, -torch.inf
+    q[:, ::3, 1, 0] = -1  # these are at +inf, and so NaN
+    route = random_route(shape, density=0.6) if mechanism.endswith(("mask", "tail")) else None
+    settings = {
+        "causal": mechanism.startswith("causal"),
+        "tail": BlockSummary.of(k, v) if mechanism == "tail" else None,
+        "skip_threshold": 1e-9 if mechanism == "skip" else None,
+    }
+    call = partial(attend, q, k, v, route, return_trace=True, **settings)
+    (out, trace), (want, true) = call(impl="eager"), call(impl="reference")
+    assert want.isnan().any()
+    assert not want.isnan().all()
+    torch.testing.assert_close(trace.lse, true.lse, rtol=1e-4, atol=1e-4, equal_nan=True)
+    close = 2 * torch.finfo(dtype).eps * float(v.abs().max())
+    torch.testing.assert_close(out, want, rtol=0, atol=max(close, 1e-5), equal_nan=True)
 
 
 @pytest.mark.parametrize("mechanism", ["dense", "mask", "tail", "skip"])

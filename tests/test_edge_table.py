@@ -419,6 +419,26 @@ def test_edge_inf_in_scores_skip_is_nan_where_torch_is_nan(threshold: float | No
 
 
 @every_impl
+@pytest.mark.parametrize("threshold", [None, 0.0, 1e-9])
+@pytest.mark.parametrize("first", [1, 128, 150, 300])
+@pytest.mark.parametrize("causal", [False, True])
+def test_edge_inf_in_scores_skip_leading_keys_at_minus_infinity_take_no_mass(
+    causal: bool, first: int, threshold: float | None, impl: str
+):
+    q, k, v = gaussian(300)
+    q[..., 0], k[:, :first, :, 0] = 1.0, -torch.inf
+    out, trace = traced_skip(q, k, v, threshold=threshold, causal=causal, impl=impl)
+    valid = torch.ones(300, 300, dtype=torch.bool)
+    valid[:, :first] = False
+    valid = valid.tril() if causal else valid
+    k[:, :first, :, 0] = 0.0
+    want, lse = exact(q, k, v, valid)
+    # torch takes NaN for a row without mass; here it is 0, with an LSE of -inf.
+    assert_close(out.double(), want.nan_to_num(), rtol=1e-4, atol=1e-5)
+    assert_close(trace.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+@every_impl
 def test_edge_inf_in_scores_vsa_is_nan_where_torch_is_nan(impl: str):
     q, k, v = gaussian(128)
     k[0, 100, 1, 0] = torch.inf

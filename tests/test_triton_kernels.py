@@ -262,6 +262,61 @@ def test_rows_without_keys_are_zero_and_minus_infinity():
     assert (result.lse == -torch.inf).all()
 
 
+INFINITE = {
+    "dense": {},
+    "lambda 0": {"skip_threshold": 0.0, "skip_tile": (64, 64)},
+    "lambda 1e-9": {"skip_threshold": 1e-9, "skip_tile": (64, 64)},
+    "lambda 1e-9, 128": {"skip_threshold": 1e-9, "skip_tile": (128, 128)},
+    "adaptive": {"skip_threshold": 1e-9, "skip_tile": (64, 64)},
+    "causal": {"causal": True},
+    "causal, lambda 0": {"causal": True, "skip_threshold": 0.0, "skip_tile": (64, 64)},
+    "route": {},
+    "causal route": {"causal": True},
+    "tail": {},
+    "padded": {},
+    "split": {},
+    "split tail": {},
+}
+
+
+@pytest.mark.parametrize("name", INFINITE)
+@pytest.mark.parametrize("first", [1, 64, 100, 200])
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_keys_at_minus_infinity_take_no_mass(first, name, monkeypatch):
+    # Leading keys, so that rows meet nothing but -inf before any score; 200: nothing else at all.
+    q, k, v = make_inputs(200)
+    q[..., 0], k[:, :first, :, 0] = 1, -torch.inf
+    q[:, ::3, 1, 0] = -1  # these are at +inf, and so NaN
+    settings = INFINITE[name] | {"want_trace": True}
+    if name.endswith(("route", "tail")):
+        settings["route"] = random_route(q, k, density=0.6)
+    if name.endswith("tail"):
+        settings["tail"] = BlockSummary.of(k, v)
+    if name.startswith("split"):
+        monkeypatch.setattr(launch, "split_count", lambda problem, tiles: 3)
+    if name == "padded":
+        lengths = torch.tensor([64, 10, 0, 8], dtype=torch.int32, device=DEVICE)
+        settings["block_lengths"] = lengths
+    problem = make_problem(q, k, v, **settings)
+    result = launch.run(problem, ADAPTIVE[64] if name == "adaptive" else None)
+    truth = reference.run(in_float64(problem))
+    assert result.skipped == truth.skipped
+    assert_as_infinite(result, truth, v)
+
+
+def assert_as_infinite(result, truth, v):
+    """NaN and -inf where the reference has them, and elsewhere its numbers to two roundings."""
+    assert truth.out.isnan().any()
+    assert not truth.out.isnan().all()
+    assert torch.equal(result.out.isnan(), truth.out.isnan())
+    assert torch.equal(result.lse.isnan(), truth.lse.isnan())
+    error = (result.out - truth.out)[~truth.out.isnan()].abs().max()
+    assert error <= 2 * torch.finfo(DTYPE).eps * v.abs().max()
+    finite = torch.isfinite(truth.lse)
+    assert torch.equal(result.lse == -torch.inf, truth.lse == -torch.inf)
+    assert not finite.any() or (result.lse - truth.lse)[finite].abs().max() < 1e-4
+
+
 def test_grouped_queries_share_their_key_head():
     q, k, v = make_inputs(200, heads=4, key_heads=2)
     route = random_route(q, k)

@@ -225,6 +225,43 @@ def test_nan_reaches_the_rows_that_read_it(qk):
         assert torch.isfinite(out[0, :3]).all()
 
 
+INFINITE = {
+    "dense": {},
+    "lambda 0": {"skip_threshold": 0.0},
+    "lambda 1e-9": {"skip_threshold": 1e-9},
+    "causal": {"causal": True},
+    "route": {},
+    "causal route": {"causal": True},
+    "tail": {"with_tail": True},
+}
+
+
+@pytest.mark.parametrize("name", INFINITE)
+@pytest.mark.parametrize("first", [1, 64, 100, 200])
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_keys_at_minus_infinity_take_no_mass(first, name):
+    # Plain numbers: codes saturate. Leading keys, so that rows meet -inf before any score.
+    q, k, v = make_inputs(200)
+    q[..., 0], k[:, :first, :, 0] = 1, -torch.inf
+    q[:, ::3, 1, 0] = -1  # these are at +inf, and so NaN
+    settings: dict[str, Any] = INFINITE[name]
+    if name.endswith(("route", "tail")):
+        settings = settings | {"route": random_route(q, k, share=0.6)}
+    problem: Any = folded(q, k, v, QuantRecipe("bf16"), **settings)
+    result: Any = scaled.run(problem, SMALL)
+    truth: Any = reference.run(meaning(problem, torch.float64))
+    assert result.skipped == truth.skipped
+    assert truth.out.isnan().any()
+    assert not truth.out.isnan().all()
+    assert torch.equal(result.out.isnan(), truth.out.isnan())
+    assert torch.equal(result.lse.isnan(), truth.lse.isnan())
+    error = (result.out - truth.out)[~truth.out.isnan()].abs().max()
+    assert error <= 2 * torch.finfo(DTYPE).eps * v.abs().max()
+    finite = torch.isfinite(truth.lse)
+    assert torch.equal(result.lse == -torch.inf, truth.lse == -torch.inf)
+    assert not finite.any() or (result.lse - truth.lse)[finite].abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("tokens", [40, 150])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -49,7 +49,7 @@ def _walk_masked(
         )  # fmt: skip
         s = tl.dot(q, tl.trans(k))
         top = tl.max(s, axis=1)
-        gap = tl.where(top == -float("inf"), top, (top - m) * unit)
+        gap = (top - m) * unit
         objects = ((row < queries) & ((gap < limit) == 0)).to(tl.int32)
         dropped = _rows_dropped(objects, drop_ptr, tile, n, VOTERS)
         count += dropped
@@ -92,5 +92,5 @@ def _walk_adaptive(
         acc, m, l, q, k_src, v_src, list_ptr, lo, hi, drop_ptr, drop_ptr,
         k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
         batch, key_head, row, queries, keys, unit, limit,
-        COLUMNS, D, TMA, ROUTED, False, False, False, True, False, VOTERS, STAGES,
+        COLUMNS, D, TMA, ROUTED, False, False, False, True, VOTERS, STAGES,
     )  # fmt: skip

@@ -29,7 +29,7 @@ import triton.language as tl
 
 from blockattn.impl.triton.adaptive import _walk_adaptive
 from blockattn.impl.triton.vote import _declare_votes
-from blockattn.impl.triton.walk import _rows, _tail, _walk
+from blockattn.impl.triton.walk import LEAST, _rows, _tail, _walk
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -67,7 +67,7 @@ def attention(
         q_src, q_stride_b, q_stride_t, q_stride_h, batch, head, tile * ROWS, queries,
         ROWS, D, QUERY_TMA, True,
     )  # fmt: skip
-    m = tl.full([ROWS], -float("inf"), tl.float32)
+    m = tl.full([ROWS], LEAST, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
     line = (batch.to(tl.int64) * heads + head) * query_tiles + tile
@@ -118,7 +118,7 @@ def attention(
                 acc, m, l, q, k_src, v_src, list_ptr, lo, whole, length_ptr, drop,
                 k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
                 batch, key_head, row, queries, keys, unit, limit,
-                COLUMNS, D, TMA, ROUTED, False, False, False, SKIP, False, VOTERS, STAGES,
+                COLUMNS, D, TMA, ROUTED, False, False, False, SKIP, VOTERS, STAGES,
             )  # fmt: skip
     if LENGTHS or CAUSAL or RAGGED:
         # Behind the adaptive walk a few tiles are left: their pipeline would cost it registers.
@@ -128,7 +128,7 @@ def attention(
             acc, m, l, q, k_src, v_src, list_ptr, whole, hi, length_ptr, drop,
             k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
             batch, key_head, row, queries, keys, unit, limit,
-            COLUMNS, D, TMA, ROUTED, True, LENGTHS, CAUSAL, SKIP, True, VOTERS, rim_stages,
+            COLUMNS, D, TMA, ROUTED, True, LENGTHS, CAUSAL, SKIP, VOTERS, rim_stages,
         )  # fmt: skip
 
     empty = l == 0.0

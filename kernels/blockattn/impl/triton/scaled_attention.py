@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from blockattn.impl.triton.quantise import _e4m3
-from blockattn.impl.triton.walk import _rows, _tail
+from blockattn.impl.triton.walk import LEAST, _rows, _tail
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -116,15 +116,13 @@ def _scores(
 @triton.jit
 def _fold(
     s, v, acc, reference, l, unit,
-    SAFE: tl.constexpr, ROUND: tl.constexpr, FP8: tl.constexpr, CONVERT: tl.constexpr,
+    ROUND: tl.constexpr, FP8: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax update by raw scores s ``[ROWS, N]`` and e4m3 values ``[N, D]``."""
     top = tl.maximum(reference, tl.max(s, axis=1))
-    # -inf - -inf is NaN, and compares false.
     kept = tl.where((top - reference) * unit <= LAG, reference, top)
-    base = tl.where(kept == -float("inf"), 0.0, kept) if SAFE else kept
-    p = tl.exp2(s * unit - (base * unit)[:, None])
-    shrink = tl.exp2((reference - base) * unit)
+    p = tl.exp2(s * unit - (kept * unit)[:, None])
+    shrink = tl.exp2((reference - kept) * unit)
     l = l * shrink + tl.sum(p, axis=1)
     acc = acc * shrink[:, None]
     if FP8 == "partial":
@@ -147,7 +145,7 @@ def _walk(
     COLUMNS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, WIDE: tl.constexpr,
     NATIVE: tl.constexpr, ROUND: tl.constexpr, FP8: tl.constexpr, CONVERT: tl.constexpr,
     TMA: tl.constexpr, ROUTED: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, SKIP: tl.constexpr, SAFE: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, SKIP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Folds key tiles ``lo .. hi`` (of the list, or of the range) into the softmax state."""
     following = tl.load(list_ptr + lo, mask=lo < hi, other=0) if ROUTED else lo
@@ -175,7 +173,7 @@ def _walk(
                 s = tl.where((start + column)[None, :] <= row[:, None], s, -float("inf"))
         if SKIP:
             top = tl.max(s, axis=1)
-            gap = tl.where(top == -float("inf"), top, (top - m) * unit)
+            gap = (top - m) * unit
             # Counting the rows that object keeps a NaN row's tile, as it should.
             objects = (gap < limit) == 0
             if MASKED:  # a maximum passes over NaN, where there is a mask's -inf as well
@@ -187,11 +185,11 @@ def _walk(
                     v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,
                     COLUMNS, D, TMA, MASKED,
                 )  # fmt: skip
-                acc, reference, l = _fold(s, v, acc, reference, l, unit, SAFE, ROUND, FP8, CONVERT)
+                acc, reference, l = _fold(s, v, acc, reference, l, unit, ROUND, FP8, CONVERT)
             else:
                 tl.store(drop_ptr + tile, 1)
         else:
-            acc, reference, l = _fold(s, v, acc, reference, l, unit, SAFE, ROUND, FP8, CONVERT)
+            acc, reference, l = _fold(s, v, acc, reference, l, unit, ROUND, FP8, CONVERT)
     return acc, reference, m, l
 
 
@@ -229,7 +227,7 @@ def scaled_attention(
         decoded = _decode(q, q_scale, QUERY_FORMAT, D, WIDE)
     if not NATIVE:
         q, q_scale = decoded, decoded
-    m = tl.full([ROWS], -float("inf"), tl.float32)
+    m = tl.full([ROWS], LEAST, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
     # Routes and votes are by 64 queries, of which a program has half, all, or twice as many.
@@ -266,7 +264,7 @@ def scaled_attention(
             drop, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t,
             v_stride_h, batch, key_head, key_heads, row, queries, keys, k_tiles, unit, limit,
             COLUMNS, D, FORMAT, WIDE, NATIVE, ROUND, FP8, CONVERT, TMA, ROUTED, False,
-            False, SKIP, False, STAGES,
+            False, SKIP, STAGES,
         )  # fmt: skip
     if CAUSAL or RAGGED:
         acc, reference, m, l = _walk(
@@ -274,7 +272,7 @@ def scaled_attention(
             drop, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t,
             v_stride_h, batch, key_head, key_heads, row, queries, keys, k_tiles, unit, limit,
             COLUMNS, D, FORMAT, WIDE, NATIVE, ROUND, FP8, CONVERT, TMA, ROUTED, True,
-            CAUSAL, SKIP, True, STAGES,
+            CAUSAL, SKIP, STAGES,
         )  # fmt: skip
 
     empty = l == 0.0

@@ -35,8 +35,6 @@ with a trace and without. Two that differ only behind their loop, ptxas makes up
 The accumulator is multiplied only by a warp in which a maximum rises, and the maximum of a row is
 taken over integers: that leaves out a quarter of the instructions of a tile that is kept.
 The ragged last tile comes behind the loop, where scores of missing keys are set to -inf.
-A maximum begins not at -inf but far below any score: of a row with scores of -inf alone, from keys
-that are infinite, all probabilities are 0 then, and none is -inf less -inf.
 """
 
 # Gluon's types are those of the host, where a constant of the kernel is what stands in it.
@@ -55,10 +53,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockattn.impl.triton.vote import DROPPED, GROUP_ROWS
+from blockattn.impl.triton.walk import LEAST
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-LEAST = gl.constexpr(-(2.0**120))  # finite also in base-2 units, for scales up to 88
 ROWS = gl.constexpr(GROUP_ROWS)  # queries of a group
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -10,6 +10,12 @@ import triton.language as tl
 
 from blockattn.impl.triton.vote import _tile_dropped
 
+# Where the running maximum of a row begins: below its scores, yet finite. A row may first meet
+# nothing but -inf, from a mask or an infinite key: that gives probabilities of 0, where a maximum of
+# -inf would give -inf less -inf, NaN. Finite in base-2 units too, for scales up to 2**26. A row
+# whose scores q . k all lie below it counts as one without keys.
+LEAST: tl.constexpr = tl.constexpr(-(2.0**100))
+
 
 @triton.jit
 def _rows(
@@ -30,13 +36,11 @@ def _rows(
 
 
 @triton.jit
-def _fold(s, v, weight, acc, m, l, unit, SAFE: tl.constexpr, WEIGHTED: tl.constexpr):
+def _fold(s, v, weight, acc, m, l, unit, WEIGHTED: tl.constexpr):
     """Online softmax update of (acc, m, l) by raw scores s ``[ROWS, N]`` and values ``[N, D]``."""
     top = tl.maximum(m, tl.max(s, axis=1))
-    # Only a row that has seen no key yet can be at -inf, and only where something is masked.
-    base = tl.where(top == -float("inf"), 0.0, top) if SAFE else top
-    p = tl.exp2(s * unit - (base * unit)[:, None])
-    shrink = tl.exp2((m - base) * unit)
+    p = tl.exp2(s * unit - (top * unit)[:, None])
+    shrink = tl.exp2((m - top) * unit)
     if WEIGHTED:
         l = l * shrink + tl.sum(p * weight[None, :], axis=1)
     else:
@@ -52,7 +56,7 @@ def _walk(
     batch, key_head, row, queries, keys, unit, limit,
     COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, ROUTED: tl.constexpr,
     MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, SKIP: tl.constexpr,
-    SAFE: tl.constexpr, VOTERS: tl.constexpr, STAGES: tl.constexpr,
+    VOTERS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Folds key tiles ``lo .. hi`` (of the list, or of the range) into the softmax state."""
     following = tl.load(list_ptr + lo, mask=lo < hi, other=0) if ROUTED else lo
@@ -81,7 +85,7 @@ def _walk(
                 s = tl.where((start + column)[None, :] <= row[:, None], s, -float("inf"))
         if SKIP:
             top = tl.max(s, axis=1)
-            gap = tl.where(top == -float("inf"), top, (top - m) * unit)
+            gap = (top - m) * unit
             # Counting the rows that object keeps a NaN row's tile, as it should.
             objects = (gap < limit) == 0
             if MASKED:  # a maximum passes over NaN, where there is a mask's -inf as well
@@ -94,11 +98,11 @@ def _walk(
                 )  # fmt: skip
                 if LENGTHS:
                     v = tl.where(valid[:, None], v, 0.0)
-                acc, m, l = _fold(s, v, None, acc, m, l, unit, SAFE, False)
+                acc, m, l = _fold(s, v, None, acc, m, l, unit, False)
         else:
             if LENGTHS:  # padding may hold anything, and 0 * NaN is NaN
                 v = tl.where(valid[:, None], v, 0.0)
-            acc, m, l = _fold(s, v, None, acc, m, l, unit, SAFE, False)
+            acc, m, l = _fold(s, v, None, acc, m, l, unit, False)
     return acc, m, l
 
 
@@ -128,5 +132,5 @@ def _tail(
         if LENGTHS:
             v = tl.where(absent[:, None], v, 0.0)  # summaries of padding may hold anything
         s = tl.where(absent[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
-        acc, m, l = _fold(s, v, length.to(tl.float32), acc, m, l, unit, True, True)
+        acc, m, l = _fold(s, v, length.to(tl.float32), acc, m, l, unit, True)
     return acc, m, l
