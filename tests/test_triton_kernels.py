@@ -404,10 +404,10 @@ def test_the_gpu_route_equals_the_defined_one(thresh_type, tokens):
 
 
 def plan(q, k, v, scores, tau):
-    q_mean, k_mean, v_sum, _ = prepare.summarise(q, k, v, 64)
+    q_mean, k_mean, v_sum, _, keys = prepare.summarise(q, k, v, 64)
     selection = select.select(
         q_mean,
-        prepare.center_keys(k_mean),
+        keys,
         tau=tau,
         unit=q.shape[3] ** -0.5 * LOG2_E,
         floor=VARIANCE_FLOOR,
@@ -461,11 +461,18 @@ def test_a_map_without_tiles_has_no_words():
     assert words.map_words(torch.zeros(1, 2, 0, 3, dtype=torch.int8)).shape == (1, 2, 0, 1)
 
 
+def centred(k_mean):
+    """Statistics of key means ``[1, N, H, D]``: of keys in blocks of one, their own means."""
+    _, found, _, _, keys = prepare.summarise(k_mean, k_mean, k_mean, 1)
+    assert torch.equal(found, k_mean)
+    return keys
+
+
 def select_from(q_mean, k_mean, tau=0.5, exact=False):
     """z-scores and words of given means: q ``[1, N, H, D]`` float32, k ``[1, N, H, D]``."""
     return select.select(
         q_mean.transpose(1, 2).contiguous(),
-        prepare.center_keys(k_mean),
+        centred(k_mean),
         tau=tau,
         unit=0.18,
         floor=VARIANCE_FLOOR,
@@ -520,24 +527,30 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_preparation_reads_any_strides_where_they_lie(view):
     inputs = make_inputs(130, heads=4, key_heads=2)
-    want = prepare.summarise(*inputs, 64)
+    want = tensors(prepare.summarise(*inputs, 64))
     views = [VIEWS[view](x) for x in inputs]
     assert all(torch.equal(a, b) for a, b in zip(views, inputs))
-    for found, expected in zip(prepare.summarise(*views, 64), want):
+    for found, expected in zip(tensors(prepare.summarise(*views, 64)), want):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "tokens"), [(2, 2, 200), (4, 1, 9000)])
-def test_key_means_are_centred_beside_the_other_summaries_as_alone(heads, key_heads, tokens):
-    q, k, v = make_inputs(tokens, heads=heads, key_heads=key_heads)
-    *found, keys = prepare.summarise_and_center(q, k, v, 64)
-    for x, want in zip(found, prepare.summarise(q, k, v, 64)):
-        assert torch.equal(x, want)
-    want = prepare.center_keys(found[1])
-    torch.testing.assert_close(keys.center, want.center, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(keys.deviation, want.deviation, rtol=1e-5, atol=0)
-    whole = (x.upper.float() + x.lower.float() for x in (keys, want))
-    torch.testing.assert_close(*whole, rtol=1e-4, atol=1e-4)
+def tensors(summaries):
+    """All that preparation gives, one after the other."""
+    *means, keys = summaries
+    return *means, *keys.tensors()
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "tokens"), [(2, 2, 200), (4, 1, 8300)])
+def test_key_means_are_centred_beside_the_other_summaries(heads, key_heads, tokens):
+    q, k, v = (torch.cat([x, 3 * x]) for x in make_inputs(tokens, heads, key_heads=key_heads))
+    _, k_mean, _, _, keys = prepare.summarise(q, k, v, 64)
+    wide = k_mean.double()
+    center, deviation = wide.mean(dim=1), wide.std(dim=1, correction=0)
+    torch.testing.assert_close(keys.center.double(), center, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(keys.deviation.double(), deviation, rtol=1e-5, atol=0)
+    power = torch.exp2(-deviation.log2().floor())
+    want = ((wide - center[:, None]) * power[:, None]).transpose(1, 2)
+    torch.testing.assert_close(keys.upper.double() + keys.lower, want, rtol=1e-4, atol=1e-4)
 
 
 def test_one_head_for_all_is_summarised_once_per_head():
@@ -568,7 +581,7 @@ def test_nan_after_the_last_token_is_never_read():
     for target, x in zip(room, (q, k, v)):
         target[:, :100] = x
     summaries = prepare.summarise(*(x[:, :100] for x in room), 64)
-    assert all(torch.isfinite(x).all() for x in summaries)
+    assert all(torch.isfinite(x).all() for x in tensors(summaries))
     views = [x[:, :100] for x in room]
     assert torch.equal(launch.run(make_problem(*views)).out, launch.run(make_problem(q, k, v)).out)
 

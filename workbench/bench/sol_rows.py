@@ -18,7 +18,7 @@ from workbench.bench.roofline import attention_work
 from workbench.bench.timing import medians
 
 TAUS = {1: 1.0, 2: 2.0}
-STEPS = ("summarise", "center keys", "select", "lists", "prepare", "prepare + route")
+STEPS = ("prepare", "select", "lists", "prepare + route")
 
 
 def sol_rows(run: Run, wanted: Collection[int]) -> list[Case]:
@@ -82,16 +82,13 @@ def sol_parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
 
     q, k, v = data
     knobs = _knobs(q, tau)
-    q_mean, k_mean, *_ = prepare.summarise(q, k, v, BLOCK)
-    keys = prepare.center_keys(k_mean)
+    q_mean, *_, keys = prepare.summarise(q, k, v, BLOCK)
     problem = _planned(data, knobs)
     lists = own.make_lists("triton", problem)
     return {
-        "summarise": lambda: prepare.summarise(q, k, v, BLOCK),
-        "center keys": lambda: prepare.center_keys(k_mean),
+        "prepare": lambda: prepare.summarise(q, k, v, BLOCK),
         "select": lambda: select.select(q_mean, keys, **knobs),
         "lists": lambda: own.make_lists("triton", problem),
-        "prepare": lambda: prepare.center_keys(prepare.summarise(q, k, v, BLOCK)[1]),
         "prepare + route": lambda: own.make_lists("triton", _planned(data, knobs)),
         "attend": lambda: own.run_with("triton", problem, lists),
     }

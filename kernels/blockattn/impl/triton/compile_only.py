@@ -130,19 +130,14 @@ def compile_combine(capability: int, head_dim: int = 128, element: str = "bf16")
 def compile_preparation(
     capability: int, head_dim: int = 128, element: str = "bf16", exact: bool = False
 ) -> dict[str, Resources]:
-    """Summaries, centred keys, routing, lists and words of a map, by kernel."""
+    """Summaries with centred keys, routing, lists and words of a map, by kernel."""
     made = {}
     constants: dict[str, Any] = {"L": 64, "D": head_dim, "EARLY": capability >= 90}
-    slices = {"CHANNELS": prepare.CHANNELS, "ROWS": prepare.RIDE_ROWS}
+    slices = {"CHANNELS": prepare.CHANNELS, "ROWS": prepare.CENTER_ROWS}
     strides = {f"{name}_stride_d": 1 for name in "qv"}
     variants: dict[str, tuple[Any, dict[str, Any], int]] = {
         "mean keys": (prepare._mean_keys, constants | {"stride_d": 1}, prepare.SUMMARY_WARPS),
         "summarise": (prepare._summarise, constants | slices | strides, prepare.SUMMARY_WARPS),
-        "center": (
-            prepare._center,
-            {"D": head_dim, "CHANNELS": prepare.CHANNELS, "ROWS": prepare.CENTER_ROWS},
-            prepare.CENTER_WARPS,
-        ),
     }
     shape = {"D": head_dim, "ROWS": select.ROWS, "COLUMNS": select.COLUMNS}
     shape |= {"STAGES": select.STAGES.get(capability // 10, 2)}

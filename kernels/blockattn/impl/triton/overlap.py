@@ -35,6 +35,6 @@ def early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def follows(device: torch.device, *, waits: bool = True) -> dict[str, Any]:
-    """Launch options of a kernel that waits for the one before it by itself, if it does."""
-    return {"EARLY": True, "launch_pdl": True} if waits and early(device) else {"EARLY": False}
+def follows(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel that waits for the one before it by itself."""
+    return {"EARLY": True, "launch_pdl": True} if early(device) else {"EARLY": False}

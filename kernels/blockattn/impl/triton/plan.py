@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from blockattn.impl.triton.prepare import summarise_and_center
+from blockattn.impl.triton.prepare import summarise
 from blockattn.impl.triton.select import select
 from blockattn.layout import BLOCK
 from blockattn.problem import BlockSummary, Plan
@@ -34,7 +34,7 @@ def plan(
         sink: key blocks, half open; band: blocks beside the diagonal; both always exact.
         exact: threshold type ``exact`` instead of ``diag``.
     """
-    q_mean, k_mean, v_sum, lengths, keys = summarise_and_center(q, k, v, BLOCK)
+    q_mean, k_mean, v_sum, lengths, keys = summarise(q, k, v, BLOCK)
     chosen = select(
         q_mean,
         keys,

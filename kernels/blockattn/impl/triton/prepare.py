@@ -28,10 +28,8 @@ from blockattn.impl.triton.overlap import arrived, awaited, early, follows
 from blockattn.layout import num_blocks
 
 SUMMARY_WARPS = 2
-CHANNELS = 16  # channels of a program of the centring kernel, and key blocks of its steps
-CENTER_ROWS = 256
-CENTER_WARPS = 8
-RIDE_ROWS = 128  # the same where the warps of a summary do it
+CHANNELS = 16  # channels of a program that centers keys
+CENTER_ROWS = 128  # and key blocks of each of its steps
 
 
 @triton.jit
@@ -124,17 +122,6 @@ def _center_slice(
 
 
 @triton.jit
-def _center(
-    k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr, blocks, key_heads,
-    D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    _center_slice(
-        k_mean, upper_ptr, lower_ptr, center_ptr, deviation_ptr,
-        tl.program_id(0), tl.program_id(1), tl.program_id(2), blocks, key_heads, D, CHANNELS, ROWS,
-    )  # fmt: skip
-
-
-@triton.jit
 def _mean_keys(
     k, k_mean, stride_b, stride_t, stride_h, stride_d, tokens, blocks, key_heads,
     L: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
@@ -216,38 +203,34 @@ class CenteredKeys:
         return self.upper, self.lower, self.center, self.deviation
 
 
-def summarise(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query means float32 ``[B, Hq, N, D]``, key means and value sums ``[B, N, Hk, D]``, and the
-    length of every block, int32 ``[N]``.
+def summarise(
+    q: Tensor, k: Tensor, v: Tensor, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, CenteredKeys]:
+    """Query means float32 ``[B, Hq, N, D]``, key means and value sums ``[B, N, Hk, D]``, the
+    length of every block, int32 ``[N]``, and the centred key means.
 
     Args:
         q: ``[B, T, Hq, D]``; k, v: ``[B, T, Hk, D]``; any strides.
         block: tokens of a block, a power of two.
     """
-    k_mean = _mean_of_keys(k, block)
-    return _summaries(q, k_mean, v, block, None)
-
-
-def summarise_and_center(
-    q: Tensor, k: Tensor, v: Tensor, block: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, CenteredKeys]:
-    """What :func:`summarise` and :func:`center_keys` give, in as much time as the first."""
+    batch, tokens, heads, dim = q.shape
+    key_heads, blocks = k.shape[2], num_blocks(tokens, block)
     k_mean = _mean_of_keys(k, block)
     keys = CenteredKeys.empty(k_mean)
-    return *_summaries(q, k_mean, v, block, keys), keys
-
-
-def center_keys(k_mean: Tensor) -> CenteredKeys:
-    """Statistics of the key means ``[B, N, Hk, D]`` that :func:`summarise` gives."""
-    batch, blocks, key_heads, dim = k_mean.shape
-    keys = CenteredKeys.empty(k_mean)
+    q_mean = torch.empty(batch, heads, blocks, dim, dtype=torch.float32, device=q.device)
+    v_sum = torch.empty_like(k_mean)
+    lengths = torch.empty(blocks, dtype=torch.int32, device=q.device)
     channels = min(CHANNELS, dim)
-    kernel: Any = _center
-    kernel[(dim // channels, key_heads, batch)](
-        k_mean, *keys.tensors(), blocks, key_heads,
-        D=dim, CHANNELS=channels, ROWS=CENTER_ROWS, num_warps=CENTER_WARPS,
+    parts = heads + key_heads
+    centring = num_blocks(key_heads * (dim // channels), parts)  # rows of programs in front
+    kernel: Any = _summarise
+    kernel[(parts, centring + blocks, batch)](
+        q, v, q_mean, v_sum, lengths, k_mean, *keys.tensors(), *q.stride(), *v.stride(),
+        tokens, blocks, heads, key_heads, centring,
+        L=block, D=dim, CHANNELS=channels, ROWS=CENTER_ROWS, num_warps=SUMMARY_WARPS,
+        **follows(q.device),
     )  # fmt: skip
-    return keys
+    return q_mean, k_mean, v_sum, lengths, keys
 
 
 def _mean_of_keys(k: Tensor, block: int) -> Tensor:
@@ -260,27 +243,3 @@ def _mean_of_keys(k: Tensor, block: int) -> Tensor:
         L=block, D=dim, EARLY=early(k.device), num_warps=SUMMARY_WARPS,
     )  # fmt: skip
     return k_mean
-
-
-def _summaries(
-    q: Tensor, k_mean: Tensor, v: Tensor, block: int, keys: CenteredKeys | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The other summaries; programs in front of them center the key means, where it is wanted."""
-    batch, tokens, heads, dim = q.shape
-    key_heads, blocks = k_mean.shape[2], k_mean.shape[1]
-    q_mean = torch.empty(batch, heads, blocks, dim, dtype=torch.float32, device=q.device)
-    v_sum = torch.empty_like(k_mean)
-    lengths = torch.empty(blocks, dtype=torch.int32, device=q.device)
-    channels = min(CHANNELS, dim)
-    parts, slices = heads + key_heads, key_heads * (dim // channels)
-    centring = 0 if keys is None else num_blocks(slices, parts)  # rows of programs
-    kernel: Any = _summarise
-    kernel[(parts, centring + blocks, batch)](
-        q, v, q_mean, v_sum, lengths, k_mean,
-        *((q_mean,) * 4 if keys is None else keys.tensors()),
-        *q.stride(), *v.stride(),
-        tokens, blocks, heads, key_heads, centring,
-        L=block, D=dim, CHANNELS=channels, ROWS=RIDE_ROWS, num_warps=SUMMARY_WARPS,
-        **follows(q.device, waits=centring > 0),
-    )  # fmt: skip
-    return q_mean, k_mean, v_sum, lengths
