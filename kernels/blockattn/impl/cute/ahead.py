@@ -127,7 +127,7 @@ def _first(
     if kept != 0:
         softmax.rise(work.m, own)
         softmax.fold(shapes, work, scores, p, weight)
-        _weigh(shapes, work, n, scores, weight)
+        _weigh(shapes, work, at, n, scores)
     warpgroup.wait_group(0)
     if more:
         steps.release(work, work.call.bars.k_empty + after[0])
@@ -165,14 +165,14 @@ def _step(
     void, weight = _mask(shapes, work, at, n, tile, scores)
     if const_expr(shapes.variant.skip is None):
         raised = softmax.fold_unseen(shapes, work, scores, p, weight, shrink)
-        _weigh(shapes, work, n, scores, weight)
+        _weigh(shapes, work, at, n, scores)
     else:
         own = _largest(shapes, scores)
         kept = _vote(shapes, work, at, own, n, tile)
         if kept != 0:
             raised = softmax.follow(work, work.peak, shrink)
             softmax.fold(shapes, work, scores, p, weight)
-            _weigh(shapes, work, n, scores, weight)
+            _weigh(shapes, work, at, n, scores)
     warpgroup.wait_group(0)
     if raised != 0:
         softmax.rescale(work.acc, shrink)
@@ -200,10 +200,10 @@ def _mask(shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, scores: Any
 
 
 @cute.jit
-def _weigh(shapes: Shapes, work: Any, n: Int32, scores: Any, weight: Any):
+def _weigh(shapes: Shapes, work: Any, at: Any, n: Int32, scores: Any):
     """Sums that :func:`softmax.fold` left out."""
     if const_expr(shapes.variant.tail):
-        if weight == 0.0:
+        if n >= work.whole and n < at.tail:
             summaries.weigh(shapes, work, n, scores)
 
 

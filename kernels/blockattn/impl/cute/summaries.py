@@ -30,7 +30,7 @@ def whole_tiles(shapes: Shapes, call: Any, lane: Int32) -> Int32:
             short = cutlass.min(short, place)
     for i in cutlass.range_constexpr(5):
         short = cutlass.min(short, cute.arch.shuffle_sync_bfly(short, offset=1 << i))
-    return short // shapes.columns
+    return cute.arch.make_warp_uniform(short // shapes.columns)
 
 
 @cute.jit
