@@ -11,8 +11,8 @@ import triton.language as tl
 from blockattn.impl.triton.vote import _tile_dropped
 
 # Where the running maximum of a row begins: below its scores, yet finite. A row may first meet
-# nothing but -inf, from a mask or an infinite key: that gives probabilities of 0, where a maximum of
-# -inf would give -inf less -inf, NaN. Finite in base-2 units too, for scales up to 2**26. A row
+# nothing but -inf, from a mask or an infinite key: that gives probabilities of 0, where a maximum
+# of -inf would give -inf less -inf, NaN. Finite in base-2 units too, for scales up to 2**26. A row
 # whose scores q . k all lie below it counts as one without keys.
 LEAST: tl.constexpr = tl.constexpr(-(2.0**100))
 
