@@ -193,7 +193,7 @@ def _check_finite(data: QKV) -> None:
 def parts(data: QKV, tau: float) -> dict[str, Callable[[], object]]:
     """The steps of a call as calls of their own, for whichever implementation serves it.
 
-    The Triton kernels sum up all blocks in one pass, which is "prepare". Elsewhere "prepare" makes
+    What the Triton kernels do before they route is "prepare". Elsewhere "prepare" makes
     the summaries of keys and values, and the means that routing needs belong to "route".
     """
     if "triton" in served_by(data):

@@ -146,11 +146,13 @@ def _step(
         n, tile: number and key tile of the entry.
         before: the entry before; kept: there are probabilities of it, in ``pending``; void: this
             thread's row of its values is padding.
-        after: the next entry, or None; then: the one behind it; there: K of ``after`` has come.
+        after: the next entry, or None; then: the one behind it, if there is one; there: K of
+            ``after`` is known to have come.
         scores, p: of the entry; coming: scores of ``after``.
 
     Returns:
-        Whether the entry is kept, whether its values have padding, and the tile of ``after``.
+        Whether the entry is kept, whether its values have padding, the tile of ``after``, and
+        whether K of ``then`` is known to have come.
     """
     if kept != 0:
         steps.multiply_values(shapes, work, before, void, pending)

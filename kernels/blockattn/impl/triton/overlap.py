@@ -3,7 +3,8 @@
 ``arrived`` lets the next kernel of the stream take the processors that this one leaves free;
 ``awaited`` holds a program until the kernel before it is done and its writes are seen. A program
 touches nothing that the kernel before writes until then. At least one program of such a kernel must
-wait: when it is done, all that came before is done as well, for whatever follows it.
+wait: when it is done, all that came before is done as well, for whatever follows it. A program that
+does not wait has to follow a kernel launched in the ordinary way, which begins after all others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def arrived(EARLY: tl.constexpr):
 
 
 def early(device: torch.device) -> bool:
-    """Whether kernels on a device may come up early; the interpreter's may not."""
+    """Whether kernels on a device may come up early."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
