@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from workbench.models import train as training
 from workbench.models.dit import DiTConfig, VideoDiT
 from workbench.models.loss import flow_matching_loss
 from workbench.models.sampler import sample
@@ -111,6 +114,32 @@ def test_a_run_writes_weights_that_load_and_the_record_of_how_they_came(tmp_path
     again = train(SETTINGS, tmp_path / "b", device="cpu", sheet=False,
                   start_from=tmp_path / "tiny_video_dit.safetensors")  # fmt: skip
     assert again["loss"] < record["loss"]
+
+
+def test_a_run_says_that_it_samples_before_it_does(tmp_path, monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(
+        training, "write_sheet", lambda *a, **k: said.append(capsys.readouterr().out)
+    )
+    train(replace(SETTINGS, steps=1), tmp_path, device="cpu")
+    count = training.PER_CLASS * TINY.classes
+    (before,) = said
+    assert before.endswith(
+        f"sampling {count} videos for the sheet {tmp_path}/contact_sheet.png ...\n"
+    )
+
+
+def test_the_help_of_the_training_names_its_defaults(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        training.main(["--help"])
+    text = capsys.readouterr().out
+    defaults = TrainConfig()
+    for name in ("steps", "batch", "learning_rate", "warmup", "time_shift", "seed", "log_every"):
+        option = name.replace("_", "-")
+        found = re.search(rf"^  --{option} [^[]+\[default: (\S+)\]", text, re.MULTILINE)
+        assert found is not None, option
+        assert float(found[1]) == getattr(defaults, name)
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"batch": -1}, {"minutes": 0.0}])

@@ -5,6 +5,7 @@ That each runs is tested by nbmake, which collects the notebooks themselves.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import papermill
@@ -160,6 +162,20 @@ def test_parameters_given_from_outside_change_the_result(tmp_path: Path):
     printed = made.cells[-1].outputs[0].text
     assert f"density {density_printed_at(2.0)}" in printed
     assert f"density {density_printed_at(1.0)}" not in printed
+
+
+def test_a_cutoff_on_one_side_of_all_recorded_times_is_named():
+    """The last cell of the notebook on thresholds says what to change, and to what."""
+    source = read("02_skip_softmax").cells[-1].source
+    (check,) = [part for part in ast.parse(source).body if "policy.counts()" in ast.unparse(part)]
+    line = compile(ast.Module([check], []), "cell", "exec")
+    calls = {(0, n): SimpleNamespace(time=time) for n, time in enumerate((0.9, 0.87))}
+    for sparse in (0, 2):
+        policy = SimpleNamespace(counts=lambda n=sparse: SimpleNamespace(sparse=n, total=2))
+        with pytest.raises(AssertionError, match=r"CUTOFF=0\.86: .*\[0\.87, 0\.9\].*set CUTOFF"):
+            exec(line, {"policy": policy, "calls": calls, "CUTOFF": 0.86})
+    policy = SimpleNamespace(counts=lambda: SimpleNamespace(sparse=1, total=2))
+    exec(line, {"policy": policy, "calls": calls, "CUTOFF": 0.88})
 
 
 def density_printed_at(tau: float) -> str:

@@ -208,8 +208,23 @@ def test_the_capture_command_prints_predicted_and_real_bytes(weights: Path, tmp_
 
 
 @pytest.mark.parametrize(
+    ("steps", "kept"), [(1, [0]), (2, [1]), (3, [2]), (16, [2]), (17, [2, 16])]
+)
+def test_the_capture_command_keeps_what_its_defaults_have_in_common_with_the_run(
+    weights: Path, tmp_path: Path, steps: int, kept: list[int]
+):
+    out = tmp_path / "c.safetensors"
+    done = run("capture", "--out", out, "--weights", weights, "--steps", steps, "--grid", "1,2,2")
+    assert done.exit_code == 0, done.output
+    assert open_capture(out).entries == [(1, step) for step in kept]  # the model has layers 0, 1
+    assert f"keeps layers 1 at steps {','.join(map(str, kept))} of 0 to {steps - 1}" in done.output
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--at-steps", "2,16", "--steps", "4"], "a run of 4 steps counts from 0 to 3"),
+        (["--steps", "0"], "steps=0: must be at least 1"),
         (["--layers", "0,x"], "--layers 0,x: expected integers from 0 on, such as 0,2,4"),
         (["--at-steps", ""], "--at-steps : expected integers"),
         (["--grid", "8,16"], "--grid 8,16: expected three sizes"),

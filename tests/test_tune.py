@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,11 +93,17 @@ def test_it_ran_sparse_and_not_dense(result: TuneResult):
 
 
 def test_a_run_in_which_nothing_was_faster_says_so(result: TuneResult):
-    slow = [replace(row, sparse_ms=2.0, dense_ms=1.0) for row in result.rows]
-    found = warnings_of(replace(result, rows=slow))
-    assert any("no tau tried was faster than dense" in text for text in found)
-    fast = [replace(row, sparse_ms=1.0, dense_ms=2.0) for row in result.rows]
-    assert not any("faster" in text for text in warnings_of(replace(result, rows=fast)))
+    slow = timed(result, listed=2.0, chosen=2.0)
+    assert any("no tau tried was faster than dense" in text for text in warnings_of(slow))
+    for fast in (timed(result, listed=0.5, chosen=2.0), timed(result, listed=2.0, chosen=0.5)):
+        assert not any("faster" in text for text in warnings_of(fast))
+
+
+def timed(result: TuneResult, *, listed: float, chosen: float) -> TuneResult:
+    """With these ratios sparse / dense for the values listed and for the chosen one."""
+    rows = [replace(row, sparse_ms=listed, dense_ms=1.0) for row in result.rows]
+    verified = [replace(row, sparse_ms=chosen, dense_ms=1.0) for row in result.choice.rows]
+    return replace(result, rows=rows, choice=replace(result.choice, rows=verified))
 
 
 def test_density_falls_and_the_time_estimate_with_it(result: TuneResult):
@@ -199,9 +206,34 @@ def test_the_chosen_value_is_written_with_few_digits(capture: Capture):
 
 def test_a_density_out_of_reach_is_refused_with_the_range(capture: Capture):
     with pytest.raises(
-        ValueError, match=r"target_density=0\.1: tau from .* reaches densities 0\.28"
+        ValueError,
+        match=r"target_density=0\.1: .* reaches 0\.2800 to 1\.0000 \(band blocks are always",
     ):
         tuned(capture, values=(1.0,), target_density=0.1)
+
+
+def test_what_a_sink_adds_to_the_least_density_is_named(capture: Capture):
+    with pytest.raises(ValueError, match=r"\(band and sink blocks are always exact\)"):
+        tuned(capture, values=(1.0,), target_density=0.1, sink_tokens=100)
+
+
+def test_a_density_below_that_of_the_largest_lambda_is_refused_with_the_reason(falling: Capture):
+    with pytest.raises(ValueError, match=r"reaches 0\.2000 to .* \(lambda is at most 1\)") as seen:
+        tuned(falling, algorithm="skip_softmax", values=(0.1,), target_density=0.1)
+    assert "wider range" not in str(seen.value)
+
+
+@pytest.mark.filterwarnings("ignore:threshold=1 ")
+@pytest.mark.parametrize("algorithm", ["sol_attn", "skip_softmax"])
+def test_the_least_density_that_is_named_can_be_had(falling: Capture, algorithm: str):
+    asked = {"algorithm": algorithm, "values": (0.5,)}
+    with pytest.raises(ValueError) as seen:
+        tuned(falling, **asked, target_density=0.01)
+    named = re.search(r"reaches (\S+) to", str(seen.value))
+    assert named is not None
+    least = float(named[1])
+    made = tuned(falling, **asked, target_density=least)
+    assert made.choice.line.density == pytest.approx(least, abs=0.00005)
 
 
 def test_the_error_stays_below_its_target_in_a_real_run(capture: Capture, result: TuneResult):
@@ -243,7 +275,7 @@ def stairs(values: list[float]) -> Tensor:
 
 @given(st.floats(0, 1))
 def test_inverting_a_staircase_delivers_the_target_or_the_next_step_above(target: float):
-    value = for_density([stairs], target, (0.0, 1.0), float, "tau")
+    value = for_density([stairs], target, (0.0, 1.0), float, name="tau", sparsest="")
     delivered = float(stairs([value]))
     assert target <= delivered < target + 1 / 8 + 1e-9
 
@@ -304,6 +336,7 @@ def test_the_exported_factor_is_lambda_times_the_keys(falling: Capture):
     text = printed(made)
     assert f"threshold_scale_factor = {made.choice.value * 600:.4g}" in text
     assert "log2" in text
+    assert f"Worst heads at lambda = {made.choice.value:.5g}" in text
 
 
 def test_thresholds_that_skip_nothing_are_reported_loudly(falling: Capture):
@@ -328,6 +361,14 @@ def test_taus_that_route_everything_are_called_dense(capture: Capture):
     dense = made.lines()[0]
     assert (dense.density, dense.density_min) == (1.0, 1.0)
     assert dense.error < 0.01
+
+
+def test_a_chosen_value_that_skips_contradicts_no_warning(capture: Capture):
+    made = tuned(capture, values=(-1000.0,))
+    assert made.choice.line.density < 1  # the method's default, which the list did not hold
+    assert "ran dense (density 1.000) at tau -1000" in made.warnings
+    assert "NOTHING WAS SKIPPED" not in printed(made)
+    assert not any("runs dense" in warning for warning in made.warnings)
 
 
 def test_taus_that_leave_only_the_band_are_named(capture: Capture):

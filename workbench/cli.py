@@ -145,8 +145,18 @@ def capture(
     label: Annotated[str, typer.Option(help="Class of the video, name or index.")] = "disc",
     seed: Annotated[int, typer.Option(help="Seed of the sampler's noise.")] = 4,
     steps: Annotated[int, typer.Option(help="Steps of the sampler.")] = 20,
-    layers: Annotated[str, typer.Option(help="Layers to keep, such as 0,2,4.")] = "1,5",
-    at_steps: Annotated[str, typer.Option(help="Sampler steps to keep, such as 4,12.")] = "2,16",
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers to keep, such as 0,2,4. [default: 1,5, or what of them the model has]"
+        ),
+    ] = None,
+    at_steps: Annotated[
+        str | None,
+        typer.Option(
+            help="Sampler steps to keep, such as 4,12. [default: 2,16, or what of them the run has]"
+        ),
+    ] = None,
     grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,16,16",
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance; 1 = none.")] = 2.0,
     heads: Annotated[
@@ -173,12 +183,13 @@ def capture(
     from workbench.capture.recorder import SamplingPlan, record_sampling
     from workbench.devices import choose_device
     from workbench.models import load_model
+    from workbench.options import fitting
 
     chosen = choose_device(device)
     model, sizes = load_model(weights, device=chosen), three_sizes("--grid", grid)
     plan = SamplingPlan(
-        layers=integers("--layers", layers),
-        at_steps=integers("--at-steps", at_steps),
+        layers=fitting("--layers", layers, (1, 5), model.config.depth),
+        at_steps=fitting("--at-steps", at_steps, (2, 16), steps),
         label=int(label) if label.isdecimal() else label,
         grid=sizes,
         steps=steps,
@@ -190,6 +201,8 @@ def capture(
     )
     spec = plan.spec(model)
     host, on_device = recording_memory(spec, gpu=chosen.type == "cuda")
+    kept = [",".join(map(str, numbers)) for numbers in (plan.layers, plan.at_steps)]
+    typer.echo(f"keeps layers {kept[0]} at steps {kept[1]} of 0 to {steps - 1}")
     typer.echo(f"{out}: will take {spec.total_bytes:,} bytes")
     typer.echo(f"recording takes up to {host:,} bytes of memory, {on_device:,} on the GPU")
     limits = {"limit_bytes": limit_mb * 2**20, "resume": resume}

@@ -18,6 +18,18 @@ def integers(option: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def fitting(option: str, text: str | None, default: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """As :func:`integers`; where nothing is given, those of a default that count from 0 reaches.
+
+    Args:
+        default: rising. Where all of it lies beyond, the last that there is.
+        count: how many there are.
+    """
+    if text is not None:
+        return integers(option, text)
+    return tuple(n for n in default if n < count) or (max(count, 1) - 1,)
+
+
 def three_sizes(
     option: str, text: str, example: str = "t,h,w such as 8,16,16"
 ) -> tuple[int, int, int]:

@@ -281,7 +281,10 @@ assert all(bool((curve.per_head.diff(dim=-1) <= 0).all()) for curve in curves.va
 assert bool((errors[:, -1] > errors[:, 0]).all())
 assert bool((sparsities[:, -1] > 0).all())
 assert all((r.algorithm == "skip_softmax") == (r.time < CUTOFF) for r in policy.records)
-assert 0 < policy.counts().sparse < policy.counts().total
+assert 0 < policy.counts().sparse < policy.counts().total, (
+    f"{CUTOFF=}: recorded times {sorted({round(c.time, 4) for c in calls.values()})} all lie on "
+    "one side; set CUTOFF above the least and not above the largest, or record two times or more"
+)
 assert tuner.measured is not None
 assert tuner.problem == compare.problem == ""
 assert 0 < int((codes > 1).sum()) < codes.numel()

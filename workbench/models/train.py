@@ -30,6 +30,8 @@ from .moving_shapes import CLASS_NAMES
 from .sampler import sample
 from .trainer import TrainConfig, Trainer
 
+PER_CLASS = 2  # videos of each class on the contact sheet
+
 
 def train(
     config: TrainConfig,
@@ -67,7 +69,9 @@ def train(
             saved = time.monotonic()
     trainer.save(out)
     if sheet:
-        write_sheet(trainer.average, out / "contact_sheet.png", attention=trainer.attention)
+        page, count = out / "contact_sheet.png", PER_CLASS * config.model.classes
+        print(f"sampling {count} videos for the sheet {page} ...", flush=True)
+        write_sheet(trainer.average, page, attention=trainer.attention)
     return trainer.record()
 
 
@@ -76,7 +80,7 @@ def write_sheet(
     path: Path,
     *,
     seed: int = 0,
-    per_class: int = 2,
+    per_class: int = PER_CLASS,
     attention: AttentionFn = dense_attention,
 ) -> None:
     """Sample every class and write a contact sheet: the class's outline, then 8 frames a row."""
@@ -119,27 +123,33 @@ def main(arguments: list[str] | None = None, *, prog: str | None = None) -> None
     """Command line of the training; `prog` is what its help calls it."""
     defaults = TrainConfig()
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="output folder")
-    parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--minutes", type=float, help="wall-clock limit of the training")
-    parser.add_argument("--batch", type=int, default=defaults.batch)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
-    parser.add_argument("--warmup", type=int, default=defaults.warmup)
-    parser.add_argument("--time-shift", type=float, default=defaults.time_shift)
-    parser.add_argument("--time-spread", type=float, default=defaults.time_spread)
-    parser.add_argument("--depth", type=int, default=defaults.model.depth)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--log-every", type=int, default=defaults.log_every)
-    parser.add_argument("--compile", action="store_true", help="needs a C compiler")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="output folder")
+
+    def number(name: str, default: float, text: str) -> None:
+        add(name, type=type(default), default=default, help=f"{text} [default: {default}]")
+
+    number("--steps", defaults.steps, "steps of the training")
+    number("--batch", defaults.batch, "videos a step at 2,048 tokens")
+    number("--learning-rate", defaults.learning_rate, "the highest of the schedule")
+    number("--warmup", defaults.warmup, "steps in which the learning rate rises")
+    number("--time-shift", defaults.time_shift, "odds of the median training time")
+    number("--time-spread", defaults.time_spread, "deviation of the time's logit")
+    number("--depth", defaults.model.depth, "layers of the model")
+    number("--seed", defaults.seed, "of weights, videos and noise")
+    number("--log-every", defaults.log_every, "steps between lines of progress")
+    add("--minutes", type=float, help="wall-clock limit of the training; none if left out")
+    add("--compile", action="store_true", help="compile the model; needs a C compiler")
+    add(
         "--vsa",
         type=float,
         metavar="SPARSITY",
-        help="train with video sparse attention and its gate, on the default grid alone",
+        help="train with video sparse attention and its gate, on the default grid alone; dense if "
+        "left out",
     )
-    parser.add_argument("--device", help="cuda or cpu; cuda when there is one")
-    parser.add_argument("--resume", type=Path, help="checkpoint.pt of a run with equal settings")
-    parser.add_argument("--start-from", type=Path, help="weights to start from")
+    add("--device", help="cuda or cpu; cuda when there is one")
+    add("--resume", type=Path, help="checkpoint.pt of a run with equal settings")
+    add("--start-from", type=Path, help="weights to start from; random ones if left out")
     given = parser.parse_args(arguments)
     names = {f.name for f in fields(TrainConfig)} & set(vars(given))
     config = replace(

@@ -17,7 +17,9 @@ def for_density(
     target: float,
     span: tuple[float, float],
     value: Callable[[float], float],
+    *,
     name: str,
+    sparsest: str,
 ) -> float:
     """The sparsest value whose mean density is not below the target, from the one-pass curve.
 
@@ -26,14 +28,23 @@ def for_density(
         target: requested mean density over all of them.
         span: positions that hold the densest and the sparsest setting.
         value: position -> value of the knob.
-        name: of the knob, for messages.
+        name: of the knob, as for `Curve`.
+        sparsest: why no value of the knob is sparser than the last, for messages.
 
     Raises:
-        ValueError: the target lies outside what any value reaches; the range is named.
+        ValueError: the target lies outside what any value reaches; the range is named, and why.
     """
     ladder = [value(float(x)) for x in np.linspace(*span, LADDER_POINTS)]
     joined = Curve.join([Curve(ladder, one(ladder), name, one) for one in passes])
-    return _shortest(joined.solve(target), joined)
+    low, high = joined.reach
+    least, most = round(low, 4), round(high, 4)  # as named, so that what is named can be had
+    if not min(low, least) <= target <= max(high, most):
+        raise ValueError(
+            f"target_density={target:g}: this capture reaches {least:.4f} to {most:.4f} "
+            f"({sparsest}); choose a density in between"
+        )
+    wanted = low if target <= max(low, least) else min(high, target)
+    return _shortest(joined.solve(wanted), joined)
 
 
 def _shortest(value: float, curve: Curve) -> float:

@@ -39,6 +39,13 @@ class Method(Protocol):
 
     algorithm: ClassVar[str]
     knob: ClassVar[str]
+    word: ClassVar[str]
+    """The quantity that the knob sets, for readers."""
+
+    @property
+    def sparsest(self) -> str:
+        """What keeps every value of the knob from being sparser still, for messages."""
+        ...
 
     def prepare(self, q: Tensor, k: Tensor, blocks: Blocks | None = None) -> Any:
         """One pass over q, k ``[B, T, H, D]`` that serves every value of the knob."""
@@ -93,9 +100,15 @@ class SolAttn:
 
     algorithm: ClassVar[str] = "sol_attn"
     knob: ClassVar[str] = "tau"
+    word: ClassVar[str] = "tau"
 
     thresh_type: str = "diag"
     sink_tokens: int = 0
+
+    @property
+    def sparsest(self) -> str:
+        blocks = "band and sink blocks" if self.sink_tokens else "band blocks"
+        return f"{blocks} are always exact"
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -148,6 +161,11 @@ class SkipSoftmax:
 
     algorithm: ClassVar[str] = "skip_softmax"
     knob: ClassVar[str] = "threshold"
+    word: ClassVar[str] = "lambda"
+
+    @property
+    def sparsest(self) -> str:
+        return "lambda is at most 1"
 
     def prepare(self, q: Tensor, k: Tensor, blocks: Blocks | None = None) -> SkipGaps:
         check_tiles(blocks, k.shape[1])

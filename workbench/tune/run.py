@@ -69,6 +69,11 @@ class TuneResult:
         """One for each value, in ascending order."""
         return [summarise([r for r in self.rows if r.value == value]) for value in self.values]
 
+    def table(self) -> list[Line]:
+        """As :meth:`lines`, and the chosen value by its verifying run, listed or not."""
+        found = {line.value: line for line in (*self.lines(), self.choice.line)}
+        return [found[value] for value in sorted(found)]
+
     def config(self) -> VisualGenConfig:
         """The serving configuration of the chosen value."""
         sparse = self.method.config(self.choice.value, self.keys, **self.settings.serving())
@@ -120,9 +125,9 @@ def units(capture: Capture, settings: TuneSettings) -> int:
 
 def warnings_of(result: TuneResult) -> list[str]:
     """What a reader must not miss: settings that ran dense, or that left nothing to the knob."""
-    knob, chosen = result.method.knob, result.choice.line
+    knob, chosen = result.method.word, result.choice.line
     found = []
-    lines = result.lines()
+    lines = result.table()
     dense = [line.value for line in lines if line.density_min == 1.0]
     if dense:
         found.append(f"ran dense (density 1.000) at {knob} {_listing(dense)}")
@@ -167,7 +172,9 @@ def _choose(sweep: Sweep, values: Sequence[float], rows: list[Row]) -> Choice:
     if settings.target_density is not None:
         span = method.span(list(sweep.prepared.values()))
         target = settings.target_density
-        value = for_density(sweep.passes(), target, span, method.value, method.knob)
+        value = for_density(
+            sweep.passes(), target, span, method.value, name=method.knob, sparsest=method.sparsest
+        )
         why = f"sparsest setting with mean density at least the requested {target:g}"
         return Choice(value, why, sweep.measure(value))
     if settings.target_error is not None:
@@ -194,7 +201,7 @@ def _within_error(
     positions = [method.position(value) for value in values]
     candidate, safe = for_error(positions, errors_of(rows, values), limit)
     if safe == len(values) - 1:
-        why += f" (the sparsest tried; larger {method.knob} may do as well)"
+        why += f" (the sparsest tried; larger {method.word} may do as well)"
         return Choice(values[safe], why, sweep.measure(values[safe]))
     low, high, best = positions[safe], positions[safe + 1], None
     for _ in range(TRIES):

@@ -47,12 +47,9 @@ def settings_table(result: TuneResult) -> Table:
         table.add_column("by tau\nalone", justify="right")
     for name in ("error\nmean", "error\nmax", "time ratio\nestimated", "time ratio\nmeasured"):
         table.add_column(name, justify="right")
-    lines = {line.value: line for line in result.lines()} | {
-        result.choice.value: result.choice.line
-    }
-    for value in sorted(lines):
-        chosen = value == result.choice.value
-        cells = _cells(result, lines[value])
+    for line in result.table():
+        chosen = line.value == result.choice.value
+        cells = _cells(result, line)
         table.add_row("->" if chosen else "", *cells, style="bold" if chosen else None)
     return table
 
@@ -87,7 +84,7 @@ def _cells(result: TuneResult, line: Line) -> list[str]:
 
 def worst_table(result: TuneResult) -> Table:
     """Heads at the chosen value, largest error first."""
-    table = plain_table(f"Worst heads at {result.method.knob} = {result.choice.value:.5g}")
+    table = plain_table(f"Worst heads at {result.method.word} = {result.choice.value:.5g}")
     for name in ("layer", "step", "time", "head", "density", "relative L2", "cosine", "max abs"):
         table.add_column(name, justify="right")
     for row in result.worst()[:WORST]:
