@@ -55,3 +55,9 @@ def test_commands_and_options_exist(line: str):
     assert "Usage" in help_text
     for option in re.findall(r"--[\w-]+", line):
         assert option in help_text
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_python_runs_and_says_what_ran(code: str, capsys):
+    exec(code, {})
+    assert re.match(r"sol_attn ran on eager, density 0\.2\d", capsys.readouterr().out)
