@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockattn import BlockRoute, BlockSummary
+from blockattn.problem import Result
 from tests import independent_large as independent
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +68,20 @@ def assert_within_the_error_rule(out: Tensor, lse: Tensor, want: independent.Row
     allowed = 2 * want.rounding + torch.finfo(out.dtype).eps * float(want.out.abs().max())
     assert float((out.double() - want.out).abs().max()) <= allowed
     assert ((lse.double() - want.lse).abs() <= 1e-4 + 1e-6 * want.lse.abs()).all()
+
+
+def assert_as_infinite(result: Result, truth: Result, v: Tensor) -> None:
+    """NaN and -inf where the reference has them, and elsewhere its numbers to two roundings."""
+    assert result.skipped == truth.skipped
+    assert truth.out.isnan().any()
+    assert not truth.out.isnan().all()
+    assert torch.equal(result.out.isnan(), truth.out.isnan())
+    assert torch.equal(result.lse.isnan(), truth.lse.isnan())
+    error = (result.out - truth.out)[~truth.out.isnan()].abs().max()
+    assert error <= 2 * torch.finfo(DTYPE).eps * v.abs().max()
+    finite = torch.isfinite(truth.lse)
+    assert torch.equal(result.lse == -torch.inf, truth.lse == -torch.inf)
+    assert not finite.any() or (result.lse - truth.lse)[finite].abs().max() < 1e-4
 
 
 @contextmanager
