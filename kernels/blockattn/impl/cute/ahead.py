@@ -47,37 +47,34 @@ def walk_ahead(
         tile = cute.arch.shuffle_sync(_noted_tile(work, before), 0)
         steps.release(work, work.call.bars.k_empty + before[0])
         now, phases = next_entry(shapes, at, Int32(1), before[0], phases)
-        after, phases = next_entry(shapes, at, Int32(2), now[0], phases)
-        kept, void, tile, there = _first(
-            shapes, work, at, tile, now, after, total > 1, two, second, one
+        kept, void, tile, after, phases, there = _first(
+            shapes, work, at, tile, now, phases, total > 1, two, second, one
         )
         steps.free_rows(work)  # by now the output before has been read
         left = total - 1  # entries whose probabilities are not computed yet
         for _ in cutlass.range((left - 1) // 2, unroll=1):
             number = total - left
-            following, phases = next_entry(shapes, at, number + 2, after[0], phases)
-            kept, void, tile, there = _step(
-                shapes, work, at, number, tile, before, kept, void, after, following, there,
+            kept, void, tile, following, phases, there = _step(
+                shapes, work, at, number, tile, before, kept, void, after, phases, there,
                 one, first, two, second,
             )  # fmt: skip
-            last, phases = next_entry(shapes, at, number + 3, following[0], phases)
-            kept, void, tile, there = _step(
-                shapes, work, at, number + 1, tile, now, kept, void, following, last, there,
+            kept, void, tile, last, phases, there = _step(
+                shapes, work, at, number + 1, tile, now, kept, void, following, phases, there,
                 two, second, one, first,
             )  # fmt: skip
             before, now, after = after, following, last
             left -= 2
         if left == 2:
-            kept, void, tile, there = _step(
-                shapes, work, at, total - 2, tile, before, kept, void, after, after, there,
+            kept, void, tile, _, _, there = _step(
+                shapes, work, at, total - 2, tile, before, kept, void, after, phases, there,
                 one, first, two, second,
             )  # fmt: skip
             before, now = now, after
             softmax.move(two, one)
             softmax.move(first, second)
         if left > 0:
-            kept, void, tile, there = _step(
-                shapes, work, at, total - 1, tile, before, kept, void, None, None, there,
+            kept, void, *_ = _step(
+                shapes, work, at, total - 1, tile, before, kept, void, None, phases, there,
                 one, first, two, second,
             )  # fmt: skip
             _finish(shapes, work, now, kept, void, first)
@@ -109,18 +106,19 @@ def _finish(shapes: Shapes, work: Any, entry: Any, kept: Int32, void: Int32, p: 
 
 @cute.jit
 def _first(
-    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, then: Any, more: Any, scores: Any,
-    p: Any, coming: Any,
+    shapes: Shapes, work: Any, at: Any, tile: Int32, after: Any, phases: Int32, more: Any,
+    scores: Any, p: Any, coming: Any,
 ):  # fmt: skip
     """Softmax of the first entry of an item, under the scores of the next; like :func:`_step`."""
     # Products under a condition are serialised by ptxas; one too many is to be ignored.
     if more:
         steps.wait_for_keys(work, after)
     tile_after = steps.tile_of(work, after)
-    steps.start_keys(work, after, coming)
-    there = steps.keys_there(shapes, work, then)
     n, kept = Int32(0), Int32(1)
     void, weight = _mask(shapes, work, at, n, tile, scores)
+    steps.start_keys(work, after, coming)
+    then, phases = next_entry(shapes, at, n + 2, after[0], phases)
+    there = steps.keys_there(shapes, work, then)
     own = _largest(shapes, scores)
     if const_expr(shapes.variant.skip is not None):
         kept = _vote(shapes, work, at, own, n, tile)
@@ -131,13 +129,13 @@ def _first(
     warpgroup.wait_group(0)
     if more:
         steps.release(work, work.call.bars.k_empty + after[0])
-    return kept, void, tile_after, there
+    return kept, void, tile_after, then, phases, there
 
 
 @cute.jit
 def _step(
     shapes: Shapes, work: Any, at: Any, n: Int32, tile: Int32, before: Any, kept: Int32,
-    void: Int32, after: Any, then: Any, there: Int32, scores: Any, p: Any, coming: Any,
+    void: Int32, after: Any, phases: Int32, there: Int32, scores: Any, p: Any, coming: Any,
     pending: Any,
 ):  # fmt: skip
     """Softmax of an entry, under the scores of the next and the values of the one before.
@@ -161,10 +159,13 @@ def _step(
         if there == 0:
             steps.wait_for_keys(work, after)
         tile_after = steps.tile_of(work, after)
-        steps.start_keys(work, after, coming)
-        there = steps.keys_there(shapes, work, then)
     kept, raised, shrink = Int32(1), Int32(0), softmax.per_row()
     void, weight = _mask(shapes, work, at, n, tile, scores)
+    then = None
+    if const_expr(after is not None):
+        then, phases = next_entry(shapes, at, n + 2, after[0], phases)
+        there = steps.keys_there(shapes, work, then)
+        steps.start_keys(work, after, coming)
     if const_expr(shapes.variant.skip is None):
         raised = softmax.fold_unseen(shapes, work, scores, p, weight, shrink)
         _weigh(shapes, work, at, n, scores)
@@ -181,7 +182,7 @@ def _step(
     steps.free(shapes, work, before)
     if const_expr(after is not None):
         steps.release(work, work.call.bars.k_empty + after[0])
-    return kept, void, tile_after, there
+    return kept, void, tile_after, then, phases, there
 
 
 @cute.jit

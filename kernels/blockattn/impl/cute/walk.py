@@ -30,16 +30,22 @@ def walk(shapes: Shapes, work: Any, at: Any, phases: Int32) -> Int32:
     """
     total = at.total
     scores = cute.make_rmem_tensor(work.mma_qk.partition_shape_C((ROWS, shapes.columns)), Float32)
-    spare = cute.make_fragment_like(work.p)  # probabilities, while those before are multiplied
+    first, second = work.p, cute.make_fragment_like(work.p)
     if total > 0:
         before, phases = next_entry(shapes, at, Int32(0), at.use % shapes.stages - 1, phases)
         _first(shapes, work, at, before, scores)
-        for n in cutlass.range(1, total, unroll=1):
+        for n in cutlass.range(1, total - 1, 2, unroll=1):
             now, phases = next_entry(shapes, at, n, before[0], phases)
-            _next(shapes, work, at, n, now, before, scores, spare)
+            _next(shapes, work, at, n, now, before, scores, first, second)
+            before, phases = next_entry(shapes, at, n + 1, now[0], phases)
+            _next(shapes, work, at, n + 1, before, now, scores, second, first)
+        if total % 2 == 0:
+            now, phases = next_entry(shapes, at, total - 1, before[0], phases)
+            _next(shapes, work, at, total - 1, now, before, scores, first, second)
             before = now
+            softmax.move(second, first)
         steps.wait_for_values(work, before)
-        steps.accumulate(work, before, work.p, 0, shapes.columns)
+        steps.accumulate(work, before, first, 0, shapes.columns)
         warpgroup.wait_group(0)
         steps.free(shapes, work, before)
     return phases
@@ -74,24 +80,24 @@ def _first(shapes: Shapes, work: Any, at: Any, now: Any, scores: Any):
 
 @cute.jit
 def _next(
-    shapes: Shapes, work: Any, at: Any, n: Int32, now: Any, before: Any, scores: Any, spare: Any
+    shapes: Shapes, work: Any, at: Any, n: Int32, now: Any, before: Any, scores: Any,
+    pending: Any, p: Any,
 ):
     """Any other entry, while the values of the one before are multiplied."""
     _take_turn(work)
     steps.wait_for_keys(work, now)
     steps.start_keys(work, now, scores)
     steps.wait_for_values(work, before)
-    steps.accumulate(work, before, work.p, 0, shapes.columns)
+    steps.accumulate(work, before, pending, 0, shapes.columns)
     pass_turn(work)
     warpgroup.wait_group(1)
     _mask(shapes, work, at, n, now, scores)
     shrink = softmax.per_row()
-    raised = softmax.fold_unseen(shapes, work, scores, spare, None, shrink)
+    raised = softmax.fold_unseen(shapes, work, scores, p, None, shrink)
     warpgroup.wait_group(0)
     if raised != 0:
         softmax.rescale(work.acc, shrink)
     steps.free(shapes, work, before)
-    softmax.move(spare, work.p)
 
 
 @cute.jit
