@@ -69,7 +69,7 @@ def walk_ahead(
             left -= 2
         if left == 2:
             kept, void, tile, there = _step(
-                shapes, work, at, total - 2, tile, before, kept, void, after, after, there,
+                shapes, work, at, total - 2, tile, before, kept, void, after, None, there,
                 one, first, two, second,
             )  # fmt: skip
             before, now = now, after
@@ -146,8 +146,8 @@ def _step(
         n, tile: number and key tile of the entry.
         before: the entry before; kept: there are probabilities of it, in ``pending``; void: this
             thread's row of its values is padding.
-        after: the next entry, or None; then: the one behind it, if there is one; there: K of
-            ``after`` is known to have come.
+        after: the next entry, or None; then: the one behind it, or None; there: K of ``after`` is
+            known to have come.
         scores, p: of the entry; coming: scores of ``after``.
 
     Returns:
@@ -162,7 +162,8 @@ def _step(
             steps.wait_for_keys(work, after)
         tile_after = steps.tile_of(work, after)
         steps.start_keys(work, after, coming)
-        there = steps.keys_there(shapes, work, then)
+        if const_expr(then is not None):
+            there = steps.keys_there(shapes, work, then)
     kept, raised, shrink = Int32(1), Int32(0), softmax.per_row()
     void, weight = _mask(shapes, work, at, n, tile, scores)
     if const_expr(shapes.variant.skip is None):
