@@ -6,6 +6,7 @@ in a CUDA graph once its kernel is loaded, which the first call does.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -77,11 +78,27 @@ def _lists_and_counter(
     problem: Problem, lists: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Lists of the route, if there is one, and the zero from which programs count their items."""
-    counter = torch.empty(1, dtype=torch.int32, device=problem.q.device)
     if problem.route is not None and lists is None:
+        counter = torch.empty(1, dtype=torch.int32, device=problem.q.device)
         return *route_lists(problem, counter), counter
-    index, count = lists or (None, None)
-    return index, count, counter.zero_()
+    return *(lists or (None, None)), _zero(problem.q.device)
+
+
+def _zero(device: torch.device) -> Tensor:
+    """int32 ``[1]`` that is 0 when a kernel launched now begins.
+
+    A kernel leaves its counter zero, so that launches one after the other share one. Those of a
+    graph may run beside others of their stream, and a stream that ends may leave its handle to
+    another: only the default stream, which no graph captures and which never ends, has one.
+    """
+    if torch.cuda.current_stream(device).cuda_stream != 0:
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _zero_of_device(torch.device(device.type, device.index))
+
+
+@functools.cache
+def _zero_of_device(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def processors(device: torch.device) -> int:

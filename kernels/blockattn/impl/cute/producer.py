@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from blockattn.impl.cute import softmax
 from blockattn.impl.cute.items import entry_counts, entry_kind, item_place, tail_tiles
 from blockattn.impl.cute.shapes import KINDS, ROWS, SLOTS, WARP, WARPS, WORDS, Shapes
 
@@ -131,10 +132,16 @@ def _fetch_entries(
 
 @cute.jit
 def _next_item(call: Any, lane: Int32) -> Int32:
-    """The next item that nobody has taken, in lane 0: lists differ in length."""
+    """The next item that nobody has taken, in lane 0: lists differ in length.
+
+    A program takes one more than it does after its first, the last of all programs takes number
+    ``items`` + programs - 1.
+    """
     item = Int32(0)
     if lane == 0:
-        item = cute.arch.grid_dim()[0] + cute.arch.atomic_add(call.counter.iterator, Int32(1))
+        programs = cute.arch.grid_dim()[0]
+        last = call.items + programs - 1
+        item = programs + softmax.ticket(call.counter.iterator, last)
     return item
 
 
