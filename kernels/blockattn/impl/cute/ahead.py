@@ -3,8 +3,9 @@
 A step multiplies the scores of the next entry and the values of the entry before, both under the
 softmax of its own entry, and ends when all of it is there: ptxas serialises products that are in
 flight at a loop's back edge. Two sets of scores and of probabilities change roles from step to
-step. Where an entry lies is computed two steps ahead, in issue slots that the exponentials leave,
-and whether its keys have come is asked one step ahead.
+step. An instruction of a product whose first operand lies in registers holds its warp until the
+matrix unit takes it, so that scores start behind every branch of a step: ptxas spreads their
+instructions among the exponentials. Whether the next keys have come is asked one step ahead.
 With a vote the values of a dropped entry are not multiplied.
 """
 
@@ -113,12 +114,12 @@ def _first(
     # Products under a condition are serialised by ptxas; one too many is to be ignored.
     if more:
         steps.wait_for_keys(work, after)
-    tile_after = steps.tile_of(work, after)
     n, kept = Int32(0), Int32(1)
-    void, weight = _mask(shapes, work, at, n, tile, scores)
-    steps.start_keys(work, after, coming)
+    tile_after = steps.tile_of(work, after)
     then, phases = next_entry(shapes, at, n + 2, after[0], phases)
+    void, weight = _mask(shapes, work, at, n, tile, scores)
     there = steps.keys_there(shapes, work, then)
+    steps.start_keys(work, after, coming)
     own = _largest(shapes, scores)
     if const_expr(shapes.variant.skip is not None):
         kept = _vote(shapes, work, at, own, n, tile)
@@ -144,29 +145,31 @@ def _step(
         n, tile: number and key tile of the entry.
         before: the entry before; kept: there are probabilities of it, in ``pending``; void: this
             thread's row of its values is padding.
-        after: the next entry, or None; then: the one behind it, if there is one; there: K of
-            ``after`` is known to have come.
+        after: the next entry, or None; phases: as of :func:`next_entry`, after it; there: its K is
+            known to have come.
         scores, p: of the entry; coming: scores of ``after``.
 
     Returns:
-        Whether the entry is kept, whether its values have padding, the tile of ``after``, and
-        whether K of ``then`` is known to have come.
+        Whether the entry is kept, whether its values have padding, the tile of ``after``, the entry
+        behind that with the phases after it, and whether its K is known to have come.
     """
     if kept != 0:
         steps.multiply_values(shapes, work, before, void, pending)
-    tile_after = Int32(0)
+    tile_after, then, voting = Int32(0), None, shapes.variant.skip is not None
     if const_expr(after is not None):
         if there == 0:
             steps.wait_for_keys(work, after)
         tile_after = steps.tile_of(work, after)
+        then, phases = next_entry(shapes, at, n + 2, after[0], phases)
+        if const_expr(voting):  # the exponentials lie behind a branch on the verdict
+            steps.start_keys(work, after, coming)
     kept, raised, shrink = Int32(1), Int32(0), softmax.per_row()
     void, weight = _mask(shapes, work, at, n, tile, scores)
-    then = None
     if const_expr(after is not None):
-        then, phases = next_entry(shapes, at, n + 2, after[0], phases)
         there = steps.keys_there(shapes, work, then)
-        steps.start_keys(work, after, coming)
-    if const_expr(shapes.variant.skip is None):
+        if const_expr(not voting):
+            steps.start_keys(work, after, coming)
+    if const_expr(not voting):
         raised = softmax.fold_unseen(shapes, work, scores, p, weight, shrink)
         _weigh(shapes, work, at, n, scores)
     else:

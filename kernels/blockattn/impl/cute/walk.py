@@ -1,8 +1,8 @@
 """The loop over the entries of an item in tiles of 128 keys on which nobody votes (CuTe DSL).
 
 An entry's scores are multiplied together with the values of the entry before, whose product then
-runs under the softmax. The products of the two groups alternate, so that one multiplies while the
-other does its softmax.
+runs under the softmax; two sets of probabilities change roles from step to step. The products of
+the two groups alternate, so that one multiplies while the other does its softmax.
 """
 
 from __future__ import annotations
@@ -80,10 +80,14 @@ def _first(shapes: Shapes, work: Any, at: Any, now: Any, scores: Any):
 
 @cute.jit
 def _next(
-    shapes: Shapes, work: Any, at: Any, n: Int32, now: Any, before: Any, scores: Any,
-    pending: Any, p: Any,
-):
-    """Any other entry, while the values of the one before are multiplied."""
+    shapes: Shapes, work: Any, at: Any, n: Int32, now: Any, before: Any, scores: Any, pending: Any,
+    p: Any,
+):  # fmt: skip
+    """Any other entry, while the values of the one before are multiplied.
+
+    Args:
+        pending: probabilities of the entry before; p: of this one.
+    """
     _take_turn(work)
     steps.wait_for_keys(work, now)
     steps.start_keys(work, now, scores)
