@@ -224,6 +224,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(cache, "kernel", lambda variant, arch: (kernel, None))
     monkeypatch.setattr(torch.cuda, "device", nullcontext)  # a class, as torch asks
     monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     return calls
 
 
@@ -303,16 +304,26 @@ def test_summaries_with_gaps_or_at_odd_places_are_copied(launched):
     assert call.k_mean is tail.k_mean
 
 
-def test_lists_made_before_serve_again_and_each_launch_counts_from_zero(launched):
+def test_lists_made_before_serve_again(launched):
     q, k, v = gaussian(200)
     problem = make_problem(q, k, v, route=random_route(200, 200))
     lists = launch.route_lists(problem)
     for _ in range(2):
         launch.run(problem, lists)
-        launched[-1].counter += 7  # as the kernel does
-    launch.run(problem, lists)
-    assert launched[-1].counter.tolist() == [0]
-    assert all(a is b for a, b in zip(lists, (launched[-1].pair_index, launched[-1].pair_count)))
+        assert launched[-1].pair_index is lists[0]
+        assert launched[-1].pair_count is lists[1]
+
+
+def test_only_launches_of_the_default_stream_share_a_counter(launched, monkeypatch):
+    problem = make_problem(*gaussian(200))
+    for stream in (0, 0, 7, 7):
+        other = SimpleNamespace(cuda_stream=stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, other=other: other)
+        launch.run(problem)
+    first, second, *others = (call.counter for call in launched)
+    assert first is second
+    assert len({id(x) for x in (first, *others)}) == 3
+    assert all(x.tolist() == [0] for x in (first, *others))
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 70), (70, 0)])

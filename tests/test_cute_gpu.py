@@ -13,7 +13,8 @@ from torch import Tensor
 
 from blockattn import BlockRoute, BlockSummary, attend, sol_attention, video_sparse_attention
 from blockattn import skip_softmax_attention as skip
-from blockattn.impl.cute import cache
+from blockattn.impl.cute import cache, launch
+from blockattn.problem import make_problem
 from tests import independent_large as independent
 from tests.gpu_checks import (
     NEEDS_CUTE,
@@ -243,6 +244,36 @@ def test_a_scale_on_the_device_may_change_between_replays():
         scale.fill_(value)
         graph.replay()
         assert torch.equal(out, attend(q, k, v, scale=value, impl="cute"))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 24])
+def test_lists_of_any_length_are_each_taken_once(heads):
+    """Some are empty, some hold nearly every block; programs take one after the other."""
+    tokens, blocks = 2560, 40
+    q, k, v = draw(tokens, heads=heads, key_heads=heads, dim=128)
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    share = torch.rand(1, heads, blocks, 1, generator=generator, device=DEVICE) ** 4
+    mask = torch.rand(1, heads, blocks, blocks, generator=generator, device=DEVICE) < share
+    mask[:, :, :4] = False
+    route = BlockRoute.from_dense(mask, seqlens=(tokens, tokens))
+    out = attend(q, k, v, route, impl="cute")
+    for head in range(heads):
+        part = [x[:, :, head : head + 1] for x in (q, k, v)]
+        own = BlockRoute.from_dense(mask[:, head : head + 1], seqlens=(tokens, tokens))
+        alone = attend(part[0], part[1], part[2], own, impl="cute")
+        assert torch.equal(out[:, :, head : head + 1], alone)
+
+
+@pytest.mark.parametrize("tokens", [60, 1500, 9000])
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_launch_leaves_the_counter_of_its_stream_zero(tokens, routed):
+    q, k, v = draw(tokens, heads=3, key_heads=3, dim=128)
+    problem = make_problem(q, k, v, route=random_route(q, k, 0.2) if routed else None)
+    lists = launch.route_lists(problem) if routed else None
+    first = launch.run(problem, lists).out
+    for _ in range(3):
+        assert torch.equal(launch.run(problem, lists).out, first)
+    assert launch._zero(q.device).item() == 0
 
 
 def test_a_call_runs_on_the_current_stream():
