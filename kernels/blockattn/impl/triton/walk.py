@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockattn.impl.triton.vote import _higher_or_nan, _largest_or_nan, _tile_dropped, _vote
+from blockattn.impl.triton.vote import _higher_or_nan, _tile_dropped, _vote
 
 # Where the running maximum of a row begins: below its scores, yet finite. A row may first meet
 # nothing but -inf, from a mask or an infinite key: that gives probabilities of 0, where a maximum
@@ -133,9 +133,8 @@ def _tail(
         if LENGTHS:
             v = tl.where(absent[:, None], v, 0.0)  # summaries of padding may hold anything
         s = tl.where(absent[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
-        if SKIP:  # the votes that follow want to know of a NaN
-            top = _higher_or_nan(m, _largest_or_nan(s, False))
-        else:
-            top = tl.maximum(m, tl.max(s, axis=1))
+        top = tl.maximum(m, tl.max(s, axis=1))
         acc, m, l = _fold(s, top, v, length.to(tl.float32), acc, m, l, unit, True)
+    if SKIP:  # The votes that follow want to know of a NaN; a row at +inf has one in l alone.
+        m = tl.where((l != l) & (m < float("inf")), float("nan"), m)
     return acc, m, l
