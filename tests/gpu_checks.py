@@ -70,6 +70,21 @@ def assert_within_the_error_rule(out: Tensor, lse: Tensor, want: independent.Row
     assert ((lse.double() - want.lse).abs() <= 1e-4 + 1e-6 * want.lse.abs()).all()
 
 
+NAN_KINDS = ("a key is NaN", "two rows are NaN at a key")
+
+
+def plant_nan(q: Tensor, k: Tensor, token: int, kind: str) -> None:
+    """NaN among the scores of the last head with one key, in place; other scores are numbers.
+
+    Of every row, or of row 5 and the last: the key is infinite and they are 0 where others are not.
+    """
+    if kind == NAN_KINDS[0]:
+        k[0, token, -1, 5] = torch.nan
+        return
+    q[..., 0], k[0, token, -1, 0] = -1, torch.inf
+    q[0, [5, -1], -1, 0] = 0
+
+
 def assert_as_infinite(result: Result, truth: Result, v: Tensor) -> None:
     """NaN and -inf where the reference has them, and elsewhere its numbers to two roundings."""
     assert result.skipped == truth.skipped

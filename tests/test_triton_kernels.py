@@ -17,7 +17,7 @@ from blockattn.impl import reference
 from blockattn.impl import triton as kernels
 from blockattn.problem import LOG2_E, make_problem
 from blockattn.sol import VARIANCE_FLOOR, score_statistics
-from tests.gpu_checks import assert_as_infinite
+from tests.gpu_checks import NAN_KINDS, assert_as_infinite, plant_nan
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
 from blockattn.impl.triton import launch, lists, prepare, select, words  # noqa: E402
@@ -175,6 +175,65 @@ def test_a_row_with_nan_keeps_its_tiles_a_masked_one_as_well(tokens, causal):
     assert result.skipped.dense()[0, 0, : rows - 1, 1:].any() == (tokens > 64)
     assert result.out[0, -1].isnan().all()
     assert not result.out[0, :-1].isnan().any()
+
+
+def vote_on_weak_tiles(tile, *, plant, routed=False, with_tail=False, causal=False):
+    """A vote on 12 whole tiles of keys and a ragged one, every second weak; ``plant`` spoils it.
+
+    A route leaves out every fourth tile of a row, from tile 3 of row 0 on.
+    """
+    q, k, v = make_inputs(13 * tile - 5)
+    q = q if causal else q[:, :150].contiguous()
+    weak = torch.arange(13, device=DEVICE) % 2 == 1
+    factor = torch.where(weak, 0.01, 6.0).repeat_interleave(tile)[: k.shape[1]]
+    k = (k.float() * factor[:, None, None]).to(k.dtype)
+    plant(q, k)
+    settings = {"skip_threshold": 0.05, "skip_tile": (tile, tile), "causal": causal}
+    if routed:
+        rows, columns = torch.arange(-(-q.shape[1] // 64)), torch.arange(13)
+        mask = ((rows[:, None] + columns) % 4 != 3).to(DEVICE).expand(1, 2, -1, -1)
+        settings["route"] = BlockRoute.from_dense(mask, seqlens=(q.shape[1], k.shape[1]))
+        settings["tail"] = BlockSummary.of(k, v) if with_tail else None
+    return make_problem(q, k, v, scale=0.1, want_trace=True, **settings)
+
+
+VOTES = {
+    "full range": {"tile": 64},
+    "full range, 128": {"tile": 128},
+    "causal": {"tile": 64, "causal": True},
+    "route": {"tile": 64, "routed": True},
+    "route and tail": {"tile": 64, "routed": True, "with_tail": True},
+}
+
+
+@NEEDS_SHARED_MEMORY
+@pytest.mark.parametrize("adaptive", [False, True], ids=["branching", "adaptive"])
+@pytest.mark.parametrize("name", VOTES)
+@pytest.mark.parametrize("place", [0, 3, 11])  # at 11 the adaptive walk branches
+@pytest.mark.parametrize("kind", NAN_KINDS)
+def test_from_a_nan_on_a_row_keeps_every_tile(kind, place, name, adaptive):
+    tile = VOTES[name]["tile"]
+    problem = vote_on_weak_tiles(
+        plant=lambda q, k: plant_nan(q, k, place * tile + 7, kind), **VOTES[name]
+    )
+    result = launch.run(problem, replace(ADAPTIVE[tile], adaptive=adaptive))
+    truth = reference.run(in_float64(problem))
+    assert 0 < truth.skipped.density() < 0.5
+    assert_as_infinite(result, truth, problem.v)
+
+
+@NEEDS_SHARED_MEMORY
+@pytest.mark.parametrize("adaptive", [False, True], ids=["branching", "adaptive"])
+def test_after_a_nan_a_tile_at_minus_infinity_is_dropped(adaptive):
+    def plant(q, k):
+        q[..., 0], k[:, 2 * 64 : 3 * 64, :, 0] = 1, -torch.inf
+        plant_nan(q, k, 7, NAN_KINDS[0])
+
+    problem = vote_on_weak_tiles(64, plant=plant)
+    result = launch.run(problem, replace(ADAPTIVE[64], adaptive=adaptive))
+    truth = reference.run(in_float64(problem))
+    assert truth.skipped.dense()[0, 1].sum(dim=-1).tolist() == [1, 1, 1]
+    assert_as_infinite(result, truth, problem.v)
 
 
 def test_a_causal_vote_within_a_route_marks_no_tile_of_the_future():

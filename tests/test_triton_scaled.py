@@ -17,7 +17,7 @@ from blockattn.impl import reference
 from blockattn.impl import triton as kernels
 from blockattn.problem import Problem, make_problem
 from blockattn.quant import RECIPES, QuantRecipe, _decoded, _folded, quantise_operands
-from tests.gpu_checks import assert_as_infinite
+from tests.gpu_checks import NAN_KINDS, assert_as_infinite, plant_nan
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
 from blockattn.impl.triton import scaled  # noqa: E402
@@ -269,6 +269,33 @@ def test_a_row_with_nan_keeps_its_tiles_a_masked_one_as_well(tokens, causal):
     dropped = skipped.dense()[0, 0]
     assert not dropped[-1].any()
     assert dropped[:-1, 1:].any() == (tokens > 64)
+
+
+# Codes saturate, and in NVFP4 one NaN spoils the scale of the tensor: every row is NaN.
+SPOILT = [("bf16", NAN_KINDS[0]), ("bf16", NAN_KINDS[1]), ("mxfp8", NAN_KINDS[0])]
+
+
+@pytest.mark.parametrize(("qk", "kind"), SPOILT)
+@pytest.mark.parametrize("name", ["full range", "causal", "route", "route and tail"])
+@pytest.mark.parametrize("place", [0, 3])
+def test_from_a_nan_on_a_row_keeps_every_tile(place, name, qk, kind):
+    q, k, v = make_inputs(360)
+    q = q if name == "causal" else q[:, :150].contiguous()
+    weak = torch.arange(360, device=DEVICE) // 64 % 2 == 1
+    k *= torch.where(weak, 0.01, 6.0)[:, None, None].to(DTYPE)
+    plant_nan(q, k, place * 64 + 7, kind)
+    settings: dict[str, Any] = {"skip_threshold": 0.05, "causal": name == "causal"}
+    if name.startswith("route"):
+        mask = (torch.arange(3)[:, None] + torch.arange(6)) % 4 != 3
+        mask = mask.to(DEVICE).expand(1, 2, -1, -1)
+        settings["route"] = BlockRoute.from_dense(mask, seqlens=(150, 360))
+    operands = quantise_operands(q, k, v, QuantRecipe(qk), smooth=False)
+    asked = make_problem(q, k, v, skip_tile=(64, 64), scale=0.1, want_trace=True, **settings)
+    problem: Any = _folded(asked, operands, name.endswith("tail"), True)
+    result: Any = scaled.run(problem, SMALL)
+    truth: Any = reference.run(meaning(problem, torch.float64))
+    assert 0 < truth.skipped.density() < 0.5
+    assert_as_infinite(result, truth, v)
 
 
 @every_recipe

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockattn.impl.triton.vote import _rows_dropped
+from blockattn.impl.triton.vote import _higher_or_nan, _rows_dropped, _vote
 from blockattn.impl.triton.walk import _rows, _walk
 
 FIRST: tl.constexpr = tl.constexpr(8)  # tiles of the first chunk
@@ -48,13 +48,14 @@ def _walk_masked(
             COLUMNS, D, TMA, False,
         )  # fmt: skip
         s = tl.dot(q, tl.trans(k))
-        top = tl.max(s, axis=1)
-        gap = (top - m) * unit
-        objects = ((row < queries) & ((gap < limit) == 0)).to(tl.int32)
+        top, objects = _vote(  # pyright: ignore[reportGeneralTypeIssues]
+            s, m, unit, limit, False
+        )
+        objects = ((row < queries) & objects).to(tl.int32)
         dropped = _rows_dropped(objects, drop_ptr, tile, n, VOTERS)
         count += dropped
         kept = dropped == 0
-        top = tl.where(kept, tl.maximum(m, top), m)
+        top = tl.where(kept, _higher_or_nan(m, top), m)
         p = tl.exp2(s * unit - tl.where(kept, top * unit, float("inf"))[:, None])
         shrink = tl.where(kept, tl.exp2((m - top) * unit), 1.0)
         l = l * shrink + tl.sum(p, axis=1)

@@ -78,7 +78,7 @@ def attention(
         hi = (split + 1) * steps // splits if SPLIT else steps
         acc, m, l = _tail(
             acc, m, l, q, k_mean_src, v_sum_src, tail_length_ptr, words_ptr + line * words, lo, hi,
-            batch, key_head, key_heads, key_tiles, unit, 64, D, TMA, LENGTHS, STAGES,
+            batch, key_head, key_heads, key_tiles, unit, 64, D, TMA, LENGTHS, SKIP, STAGES,
         )  # fmt: skip
 
     list_ptr = index_ptr + line * key_tiles

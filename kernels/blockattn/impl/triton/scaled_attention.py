@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from blockattn.impl.triton.quantise import _e4m3
+from blockattn.impl.triton.vote import _higher_or_nan, _vote
 from blockattn.impl.triton.walk import LEAST, _rows, _tail
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -115,11 +116,14 @@ def _scores(
 
 @triton.jit
 def _fold(
-    s, v, acc, reference, l, unit,
+    s, top, v, acc, reference, l, unit,
     ROUND: tl.constexpr, FP8: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax update by raw scores s ``[ROWS, N]`` and e4m3 values ``[N, D]``."""
-    top = tl.maximum(reference, tl.max(s, axis=1))
+    """Online softmax update by raw scores s ``[ROWS, N]`` and e4m3 values ``[N, D]``.
+
+    ``top`` is the largest of each row. A NaN that it passes over still reaches acc and l.
+    """
+    top = tl.maximum(reference, top)
     kept = tl.where((top - reference) * unit <= LAG, reference, top)
     p = tl.exp2(s * unit - (kept * unit)[:, None])
     shrink = tl.exp2((reference - kept) * unit)
@@ -172,24 +176,22 @@ def _walk(
             if CAUSAL:
                 s = tl.where((start + column)[None, :] <= row[:, None], s, -float("inf"))
         if SKIP:
-            top = tl.max(s, axis=1)
-            gap = (top - m) * unit
-            # Counting the rows that object keeps a NaN row's tile, as it should.
-            objects = (gap < limit) == 0
-            if MASKED:  # a maximum passes over NaN, where there is a mask's -inf as well
-                objects = objects | (tl.max((s != s).to(tl.int32), axis=1) != 0)
+            top, objects = _vote(  # pyright: ignore[reportGeneralTypeIssues]
+                s, m, unit, limit, MASKED
+            )
             objections = tl.sum(((row < queries) & objects).to(tl.int32))
             if objections > 0:
-                m = tl.maximum(m, top)
+                m = _higher_or_nan(m, top)
                 v = _rows(
                     v_src, v_stride_b, v_stride_t, v_stride_h, batch, key_head, start, keys,
                     COLUMNS, D, TMA, MASKED,
                 )  # fmt: skip
-                acc, reference, l = _fold(s, v, acc, reference, l, unit, ROUND, FP8, CONVERT)
+                acc, reference, l = _fold(s, top, v, acc, reference, l, unit, ROUND, FP8, CONVERT)
             else:
                 tl.store(drop_ptr + tile, 1)
         else:
-            acc, reference, l = _fold(s, v, acc, reference, l, unit, ROUND, FP8, CONVERT)
+            top = tl.max(s, axis=1)
+            acc, reference, l = _fold(s, top, v, acc, reference, l, unit, ROUND, FP8, CONVERT)
     return acc, reference, m, l
 
 
@@ -236,7 +238,7 @@ def scaled_attention(
         acc, m, l = _tail(
             acc, m, l, decoded, k_mean_src, v_sum_src, tail_length_ptr, words_ptr + line * words,
             0, tl.cdiv(key_tiles, 64), batch, key_head, key_heads, key_tiles, unit,
-            64, D, TMA, False, STAGES,
+            64, D, TMA, False, SKIP, STAGES,
         )  # fmt: skip
     reference = m
 

@@ -9,14 +9,19 @@ Four warps, which share their products, gain nothing by that where nothing branc
 at one barrier that also reduces. For a branch Triton would pass a result through shared memory to
 make it a scalar: it stays in a predicate instead, which a second text reads.
 All that takes two rows in every thread, that is 16 for every warp. Elsewhere rows are counted.
+
+A row with NaN among its scores objects, to that tile and to all that follow, as its maximum is NaN
+from then on.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 GROUP_ROWS = 64  # queries of a warp group, in ``vote_groups``
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 DROPPED = tl.constexpr(1)  # in the map of tiles, which begins as zeros; 2: a row objected
 ARRIVE = """{
     .reg .pred own, any;
@@ -40,6 +45,40 @@ ARRIVE = """{
 }"""
 ARRIVE_4 = tl.constexpr(ARRIVE.replace("THREADS", "128"))
 ARRIVE_8 = tl.constexpr(ARRIVE.replace("THREADS", "256"))
+
+
+@triton.jit
+def _higher_or_nan(a, b):
+    """The higher of two numbers, NaN if one of them is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest_or_nan(s, MASKED: tl.constexpr):
+    """Largest of each row of s ``[ROWS, N]``, NaN where a row has NaN.
+
+    With a mask NaN is looked for apart: on 10.x registers spilled in 128 x 128 tiles (Triton 3.7).
+    So it is in the interpreter, for which a reduction of one's own is a Python call for each score.
+    """
+    if MASKED or INTERPRETED:
+        some = tl.max((s != s).to(tl.int32), axis=1) != 0
+        return tl.where(some, float("nan"), tl.max(s, axis=1))
+    else:
+        return tl.reduce(s, 1, _higher_or_nan)
+
+
+@triton.jit
+def _vote(s, m, unit, limit, MASKED: tl.constexpr):
+    """Largest score of each row of s ``[ROWS, N]``, or NaN, and whether the row needs the tile.
+
+    Args:
+        m: running maximum, NaN after a NaN; raw units, like s.
+        unit, limit: scale and logarithm of the threshold in base 2.
+    """
+    top = _largest_or_nan(s, MASKED)
+    # Where there is nothing but -inf, nothing is lost, not even after a NaN.
+    gap = tl.where(top == -float("inf"), top, (top - m) * unit)
+    return top, (gap < limit) == 0
 
 
 @triton.jit

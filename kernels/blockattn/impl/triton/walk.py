@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockattn.impl.triton.vote import _tile_dropped
+from blockattn.impl.triton.vote import _higher_or_nan, _tile_dropped, _vote
 
 # Where the running maximum of a row begins: below its scores, yet finite. A row may first meet
 # nothing but -inf, from a mask or an infinite key: that gives probabilities of 0, where a maximum
@@ -36,9 +36,11 @@ def _rows(
 
 
 @triton.jit
-def _fold(s, v, weight, acc, m, l, unit, WEIGHTED: tl.constexpr):
-    """Online softmax update of (acc, m, l) by raw scores s ``[ROWS, N]`` and values ``[N, D]``."""
-    top = tl.maximum(m, tl.max(s, axis=1))
+def _fold(s, top, v, weight, acc, m, l, unit, WEIGHTED: tl.constexpr):
+    """Online softmax update of (acc, m, l) by raw scores s ``[ROWS, N]`` and values ``[N, D]``.
+
+    ``top`` is the new maximum. A NaN that it passes over still reaches acc and l.
+    """
     p = tl.exp2(s * unit - (top * unit)[:, None])
     shrink = tl.exp2((m - top) * unit)
     if WEIGHTED:
@@ -84,12 +86,9 @@ def _walk(
             if CAUSAL:
                 s = tl.where((start + column)[None, :] <= row[:, None], s, -float("inf"))
         if SKIP:
-            top = tl.max(s, axis=1)
-            gap = (top - m) * unit
-            # Counting the rows that object keeps a NaN row's tile, as it should.
-            objects = (gap < limit) == 0
-            if MASKED:  # a maximum passes over NaN, where there is a mask's -inf as well
-                objects = objects | (tl.max((s != s).to(tl.int32), axis=1) != 0)
+            top, objects = _vote(  # pyright: ignore[reportGeneralTypeIssues]
+                s, m, unit, limit, MASKED
+            )
             objects = ((row < queries) & objects).to(tl.int32)
             if _tile_dropped(objects, drop_ptr, tile, n, VOTERS) == 0:
                 v = _rows(
@@ -98,11 +97,13 @@ def _walk(
                 )  # fmt: skip
                 if LENGTHS:
                     v = tl.where(valid[:, None], v, 0.0)
-                acc, m, l = _fold(s, v, None, acc, m, l, unit, False)
+                top = _higher_or_nan(m, top)
+                acc, m, l = _fold(s, top, v, None, acc, m, l, unit, False)
         else:
             if LENGTHS:  # padding may hold anything, and 0 * NaN is NaN
                 v = tl.where(valid[:, None], v, 0.0)
-            acc, m, l = _fold(s, v, None, acc, m, l, unit, False)
+            top = tl.maximum(m, tl.max(s, axis=1))
+            acc, m, l = _fold(s, top, v, None, acc, m, l, unit, False)
     return acc, m, l
 
 
@@ -111,7 +112,7 @@ def _tail(
     acc, m, l, q, k_mean, v_sum, length_ptr, words_ptr, lo, hi,
     batch, key_head, key_heads, blocks, unit,
     COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, LENGTHS: tl.constexpr,
-    STAGES: tl.constexpr,
+    SKIP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Folds in the summaries of the blocks that the row's route words leave out."""
     stride_t = key_heads * D
@@ -132,5 +133,8 @@ def _tail(
         if LENGTHS:
             v = tl.where(absent[:, None], v, 0.0)  # summaries of padding may hold anything
         s = tl.where(absent[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
-        acc, m, l = _fold(s, v, length.to(tl.float32), acc, m, l, unit, True)
+        top = tl.maximum(m, tl.max(s, axis=1))
+        acc, m, l = _fold(s, top, v, length.to(tl.float32), acc, m, l, unit, True)
+    if SKIP:  # The votes that follow want to know of a NaN; a row at +inf has one in l alone.
+        m = tl.where((l != l) & (m < float("inf")), float("nan"), m)
     return acc, m, l
