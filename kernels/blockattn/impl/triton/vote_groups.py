@@ -267,8 +267,7 @@ def _tile(
         column = gl.arange(0, COLUMNS, gl.SliceLayout(0, s_layout))
         s = gl.where(gl.expand_dims(column < rest, 0), s, -float("inf"))
     top = _row_maximum(s, G)
-    gap = gl.where(top == -float("inf"), top, (top - m) * unit)
-    objects = (gap < limit) == 0  # as a row with NaN does
+    objects = ((top - m) * unit < limit) == 0  # as a row with NaN does
     objects = (alive & objects).to(gl.int32)
     if COLUMNS == ROWS:
         kept = _kept(objects, place, G)
