@@ -33,7 +33,7 @@ def calibration_file(path: Path) -> tuple[dict[str, Any], SkipCalibration]:
     if not path.is_file():
         raise FileNotFoundError(f"--calibration {path}: no such file; {hint}")
     with errors_of(path):
-        data = read_json(path.read_text(encoding="utf-8"), "calibration")
+        data = read_json(path.read_text(encoding="utf-8"), "calibration", hint)
         found = read_calibration(checkpoint_config=data)
         if found is None:
             raise ValueError(f"no SkipSoftmax group; {hint}")
