@@ -23,6 +23,7 @@ from workbench.devices import choose_device
 from workbench.probe import attention_error
 from workbench.tune import text as tune_text
 from workbench.tune.choice import for_density, for_error, next_above, towards_dense
+from workbench.tune.figures import FIGURES
 from workbench.tune.methods import FALLBACK_LADDER, SkipSoftmax
 from workbench.tune.run import TuneResult, run, units, warnings_of
 from workbench.tune.settings import TuneSettings, knob_values, parse_numbers, parse_values
@@ -337,6 +338,14 @@ def test_the_exported_factor_is_lambda_times_the_keys(falling: Capture):
     assert f"threshold_scale_factor = {made.choice.value * 600:.4g}" in text
     assert "log2" in text
     assert f"Worst heads at lambda = {made.choice.value:.5g}" in text
+
+
+def test_figures_name_lambda_in_their_titles(falling: Capture):
+    made = tuned(falling, algorithm="skip_softmax", values=(0.1, 0.2))
+    for name in ("route", "heatmap_error"):
+        titles = [ax.get_title(loc="left") for ax in FIGURES[name](made).axes]
+        assert [title for title in titles if re.search(r"lambda (= )?0\.[12]", title)]
+        assert not [title for title in titles if "threshold" in title]
 
 
 def test_thresholds_that_skip_nothing_are_reported_loudly(falling: Capture):
