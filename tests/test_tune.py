@@ -483,6 +483,11 @@ def test_values_that_cannot_be_read_are_shown(text: str):
         parse_values("--taus", text)
 
 
+def test_a_falling_range_holds_the_same_values_as_the_rising_one():
+    falling, rising = (parse_values("--taus", text) for text in ("3:0:5", "0:3:5"))
+    assert TuneSettings(values=falling).values == TuneSettings(values=rising).values == rising
+
+
 def test_the_other_algorithms_knob_is_refused():
     with pytest.raises(
         ValueError, match="--thresholds 1: sol_attn has no such setting; use --taus"
