@@ -116,6 +116,17 @@ TENSORS = [
     *routing(Q[..., :16], K, ValueError, "k: shape .* must match q's .* head dim"),
 ]
 
+# Tensors of torch's SDPA, [B, H, T, D]: what is refused anyway says so where it is likely.
+SDPA = Q.transpose(1, 2)
+HINT = r"torch's SDPA layout, as x\.transpose\(1, 2\)"
+SDPA_LAYOUT = [
+    Bad(lambda: attend(SDPA, SDPA, SDPA, ROUTE), ValueError, rf"anew; .*{HINT}"),
+    Bad(lambda: sol_attention(SDPA, SDPA[:, :1], SDPA[:, :1]), ValueError, HINT),
+    Bad(lambda: attend(SDPA, SDPA[:, :, :9], SDPA[:, :, :9]), ValueError, HINT),
+    Bad(lambda: attend(Q, K[:, :, [0, 0, 0]], V[:, :, [0, 0, 0]]), ValueError, r"multiple of Hk$"),
+    Bad(lambda: sol_attention(Q, K[:, :9], V[:, :9]), ValueError, "for cross-attention$"),
+]
+
 EMPTY = Q[:, :0]
 SELF_ATTENTION = [
     Bad(
@@ -381,6 +392,7 @@ TILES.append(
 
 GROUPS = {
     "tensors": TENSORS,
+    "sdpa_layout": SDPA_LAYOUT,
     "self_attention": SELF_ATTENTION,
     "numbers": NUMBERS,
     "choices": CHOICES,

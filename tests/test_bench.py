@@ -68,6 +68,22 @@ def test_every_row_is_measured_and_written(tmp_path):
     assert made["device"]["threads"] == torch.get_num_threads()
 
 
+@pytest.mark.parametrize(
+    ("options", "grid", "repeats"),
+    [
+        ((), (8, 32, 32), 9),
+        (("--quick",), (8, 16, 16), 3),
+        (("--quick", "--grid", "2,8,16", "--repeats", "1"), (2, 8, 16), 1),
+    ],
+)
+def test_quick_is_small_where_nothing_else_is_asked_for(options, grid, repeats, monkeypatch):
+    given = {}
+    monkeypatch.setattr(bench, "bench_cpu", lambda rows, **found: given.update(found) or [])
+    done = CliRunner().invoke(app, ["bench", "cpu", *options], catch_exceptions=False)
+    assert (given["grid"], given["repeats"]) == (grid, repeats)
+    assert ("quick: targets are stated for" in done.output) == bool(options)
+
+
 @pytest.mark.parametrize("rows", [(9,), (), (10, 1)])
 def test_a_row_that_is_not_measured_here_is_refused(rows):
     with pytest.raises(ValueError, match="rows="):

@@ -258,6 +258,7 @@ def test_the_text_names_the_implementations_the_reasons_and_the_fix():
     for expected in (
         "H200, capability 9.0, 141 GiB",
         "CuTe lane",
+        "dense calls of eager are torch SDPA",
         "cute-latest",
         "no: flash-attn-4 is not installed",
         "error: torch is missing",

@@ -120,11 +120,18 @@ def test_errors_of_a_file_begin_with_its_path(tmp_path: Path, content: bytes, me
         (("export", "CONFIG", "--to", "trt"), "target='trt': must be one of"),
         (("export", "CONFIG", "--to", "sglang", "--times", "1,a"), "--times: 'a' is no number"),
         (("export", "CONFIG", "--to", "comfyui"), "comfyui: disabled_until_timestep=0.9"),
-        (("export", "CONFIG", "--calibration", "CONFIG"), "not JSON"),
+        (
+            ("export", "CONFIG", "--calibration", "CONFIG"),
+            "(char 1)); give a calibrated component's config.json",
+        ),
         (("export", "CONFIG", "--calibration", "none.json"), "--calibration none.json: no such"),
         (("export", "CONFIG", "--out", "new.json"), "--out new.json: a file has one format"),
         (("import", "nothing.json", "--from", "sglang"), "nothing.json: no such file"),
-        (("import", "CONFIG", "--from", "sglang"), "sglang: not JSON"),
+        (
+            ("import", "CONFIG", "--from", "sglang"),
+            "config.yaml: sglang: not JSON (Expecting value: line 2 column 1 (char 1)); give one "
+            "JSON object, as workbench export CONFIG.yaml --to sglang writes it; a configuration",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_status_2(

@@ -200,7 +200,7 @@ def test_the_figure_has_a_panel_for_equal_tau_and_one_for_equal_density(tmp_path
 
 def test_the_order_command_prints_every_order_and_draws_them(tmp_path: Path):
     capture, out = captured(tmp_path / "a.safetensors"), tmp_path / "orders.png"
-    arguments = ["order", str(capture.path), "--taus", "0.5,1", "--out", str(out)]
+    arguments = ["order", str(capture.path), "--taus", "1,0.5", "--out", str(out)]
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0, done.output
     assert "tile: a block of 64 tokens spans 4.0 x 4.0 x 4.0 (t, h, w)" in done.output

@@ -116,6 +116,23 @@ def test_a_capture_of_two_blocks_is_refused_by_name(tmp_path: Path):
         set_up("01_tune_tau", {"CAPTURE": path})
 
 
+@pytest.mark.parametrize("name", ["02_skip_softmax", "04_quantised_attention"])
+def test_a_capture_of_one_head_needs_no_parameter(name: str, tmp_path: Path):
+    path = small_capture(tmp_path / "one.safetensors")
+    given = {"CAPTURE": path, "QUERY_TILE": 0, "TOKEN": 0}
+    assert set_up(name, given)["HEAD"] == 0
+    assert set_up(name, {})["HEAD"] == 1  # the last of two
+
+
+def test_a_head_that_a_capture_lacks_is_refused_with_those_it_has():
+    assert [parameters.head("HEAD", value, [1, 4]) for value in (None, 0, 1)] == [1, 0, 1]
+    message = r"HEAD=4: the capture holds heads 1, 4 of the model, here counted from 0 to 1; give"
+    with pytest.raises(ValueError, match=message):
+        parameters.head("HEAD", 4, [1, 4])
+    with pytest.raises(ValueError, match="HEAD=-1"):
+        parameters.head("HEAD", -1, [1, 4])
+
+
 def test_a_second_run_of_the_capture_notebook_finds_room(tmp_path: Path):
     given = {"OUT": tmp_path / "mine", "KEEP": [[0, 1]]}
     one, other = (set_up("08_your_own_capture", given) for _ in range(2))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.sweep_inputs import new_store, outcome, plan
+from tests.sweep_inputs import SAMPLING, new_store, outcome, plan
 from workbench import cli
 from workbench.config import SolAttnConfig, load_config
 from workbench.export import import_config
@@ -53,8 +53,8 @@ def front(*arguments: object):
 
 
 def test_the_table_has_a_place_for_every_setting_and_what_speaks_against_it(database: Path):
-    done = front(database, "--gate", "psnr=25", "--gate", "psnr=1")
-    assert done.exit_code == 0
+    done = front(database, "--cost", "attention", "--gate", "psnr=25", "--gate", "psnr=1")
+    assert (done.exit_code, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     ends = {line.partition("  ")[0]: re.split("  +", line.strip())[-2:] for line in lines}
     assert ends["sol_attn tau=2.5"] == ["front", "psnr >= 25 dB: worst 20"]
@@ -65,7 +65,8 @@ def test_the_table_has_a_place_for_every_setting_and_what_speaks_against_it(data
 
 def test_the_cheapest_that_passes_is_written_with_its_reason(database: Path, tmp_path: Path):
     chosen = tmp_path / "chosen.yaml"
-    assert front(database, "--gate", "psnr=25", "--choose", chosen).exit_code == 0
+    arguments = ("--cost", "attention", "--gate", "psnr=25", "--choose", chosen)
+    assert front(database, *arguments).exit_code == 0
     sparse = load_config(chosen).attention_config.sparse_attention_config
     assert sparse == SolAttnConfig(tau=1.5)
     text = chosen.read_text()
@@ -73,6 +74,32 @@ def test_the_cheapest_that_passes_is_written_with_its_reason(database: Path, tmp
     assert "# 2 videos: psnr 29 (28 .. 30); attention time" in text
     assert front(database, "--choose", chosen).exit_code != 0
     assert chosen.read_text() == text
+
+
+def test_density_is_the_cost_where_all_ran_on_cpus_and_it_is_said(database: Path):
+    done = front(database)
+    assert done.stdout.splitlines()[0] == "block pairs, all / exact"
+    assert "note: all ran on CPUs" in done.stderr
+    assert "--cost attention" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "first"),
+    [("auto", "cpu", "block pairs"), ("auto", "cuda", "attention"), ("auto", None, "attention"),
+     ("cuda", "cuda", "attention"), ("cpu", "cuda", "block pairs")],
+)  # fmt: skip
+def test_the_device_of_the_cases_decides_about_the_cost(
+    device: str, kind: str | None, first: str, tmp_path: Path
+):
+    def ran(content: Mapping[str, Any]) -> Outcome:
+        return replace(job(content), environment={"device": {"kind": kind}} if kind else {})
+
+    path = tmp_path / "one.db"
+    sampling = {**SAMPLING, "device": device}
+    with new_store(path, plan(grid={"tau": TAUS}, sampling=sampling)) as store:
+        store.begin(origin(["test"], {}, seeds={}))
+        run_cases(store, Workers(ThreadPoolExecutor(1), 1, ran))
+    assert front(path).stdout.startswith(first)
 
 
 def test_the_chosen_setting_goes_on_to_a_server(database: Path, tmp_path: Path):

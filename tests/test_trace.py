@@ -116,6 +116,18 @@ def test_the_printed_trace_says_it_in_words(plant):
     ]
 
 
+def test_the_printed_trace_of_fewer_tokens_than_heads_names_the_layout():
+    q = torch.randn(1, 2, 300, 16)  # [B, H, T, D]
+    hint = "torch's SDPA layout, as x.transpose(1, 2)"
+    _, trace = sol_attention(q, q, q, return_trace=True)
+    assert str(trace).splitlines()[1].startswith("q has 2 tokens, 300 heads; tensors are [B, T, H")
+    assert hint in str(trace)
+    right = q.transpose(1, 2)
+    one_query = right[:, :1].expand(1, 1, 2, 16)
+    for queries in (right, one_query, right[:, :2]):
+        assert hint not in str(attend(queries, right, right, return_trace=True)[1])
+
+
 def test_a_trace_cannot_be_changed():
     _, trace = attend(*gaussian(65), impl="reference", return_trace=True)
     with pytest.raises(FrozenInstanceError):

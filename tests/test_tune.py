@@ -23,6 +23,7 @@ from workbench.devices import choose_device
 from workbench.probe import attention_error
 from workbench.tune import text as tune_text
 from workbench.tune.choice import for_density, for_error, next_above, towards_dense
+from workbench.tune.figures import FIGURES
 from workbench.tune.methods import FALLBACK_LADDER, SkipSoftmax
 from workbench.tune.run import TuneResult, run, units, warnings_of
 from workbench.tune.settings import TuneSettings, knob_values, parse_numbers, parse_values
@@ -339,6 +340,14 @@ def test_the_exported_factor_is_lambda_times_the_keys(falling: Capture):
     assert f"Worst heads at lambda = {made.choice.value:.5g}" in text
 
 
+def test_figures_name_lambda_in_their_titles(falling: Capture):
+    made = tuned(falling, algorithm="skip_softmax", values=(0.1, 0.2))
+    for name in ("route", "heatmap_error"):
+        titles = [ax.get_title(loc="left") for ax in FIGURES[name](made).axes]
+        assert [title for title in titles if re.search(r"lambda (= )?0\.[12]", title)]
+        assert not [title for title in titles if "threshold" in title]
+
+
 def test_thresholds_that_skip_nothing_are_reported_loudly(falling: Capture):
     made = tuned(falling, algorithm="skip_softmax", values=(1e-30,))
     text = printed(made)
@@ -472,6 +481,11 @@ def test_values_are_a_range_or_a_list(text: str, values: tuple[float, ...]):
 def test_values_that_cannot_be_read_are_shown(text: str):
     with pytest.raises(ValueError, match="--taus"):
         parse_values("--taus", text)
+
+
+def test_a_falling_range_holds_the_same_values_as_the_rising_one():
+    falling, rising = (parse_values("--taus", text) for text in ("3:0:5", "0:3:5"))
+    assert TuneSettings(values=falling).values == TuneSettings(values=rising).values == rising
 
 
 def test_the_other_algorithms_knob_is_refused():

@@ -425,6 +425,12 @@ def test_cross_attention_is_refused():
     refuse(ValueError, "is self-attention: q has 80 tokens but k has 64", k=k, v=v)
 
 
+def test_a_grid_that_fits_torchs_layout_is_told_so():
+    q = torch.randn(1, 2, 80, 16)
+    same = {"q": q, "k": q, "v": q, "gate_compress": q}
+    refuse(ValueError, r"grid=.* but q has 2; .*SDPA layout, as x\.transpose\(1, 2\)", **same)
+
+
 def test_an_empty_sequence_is_refused():
     q, k, v = gaussian(0, dim=16)
     refuse(ValueError, "empty sequence", q=q, k=k, v=v, gate_compress=q)

@@ -96,6 +96,25 @@ def at_least(name: str, value: int | None, minimum: int, why: str) -> None:
         raise ValueError(f"{name}={value}: must be at least {minimum}, because {why}")
 
 
+def head(name: str, value: int | None, kept: Sequence[int]) -> int:
+    """Where a capture holds a head: a number from 0 on, or ``None`` for the last one.
+
+    Args:
+        kept: the model's numbers of the heads that it holds, `Capture.head_indices`.
+
+    Raises:
+        TypeError, ValueError: there is no such head; the message names those there are.
+    """
+    found = checks.integer(name, len(kept) - 1 if value is None else value)
+    if found >= len(kept):
+        numbers = ", ".join(map(str, kept))
+        raise ValueError(
+            f"{name}={found}: the capture holds heads {numbers} of the model, here counted from 0 "
+            f"to {len(kept) - 1}; give one of these, or None for the last"
+        )
+    return found
+
+
 def calls(
     name: str, values: Sequence[Sequence[int]], layers: int, steps: int
 ) -> list[tuple[int, int]]:

@@ -133,10 +133,22 @@ def query_key(q: object, k: object) -> tuple[Tensor, Tensor]:
     if query.shape[2] % key.shape[2]:
         raise ValueError(
             f"k: {key.shape[2]} heads do not divide q's {query.shape[2]}; "
-            "grouped-query attention needs Hq a multiple of Hk"
+            f"grouped-query attention needs Hq a multiple of Hk{layout_hint(_swapped(query, key))}"
         )
     forward_only(q=query, k=key)
     return query, key
+
+
+def layout_hint(likely: bool) -> str:
+    """The end of an error whose cause is likely that a call took axis 1, heads, for tokens."""
+    fix = "tensors are [B, T, H, D]; give [B, H, T, D], torch's SDPA layout, as x.transpose(1, 2)"
+    return f"; {fix}" if likely else ""
+
+
+def _swapped(q: Tensor, k: Tensor) -> bool:
+    """Whether both have more heads than tokens, and would fit with these axes swapped."""
+    many = all(x.shape[2] > x.shape[1] > 0 for x in (q, k))
+    return many and q.shape[1] % k.shape[1] == 0
 
 
 def forward_only(**tensors: Tensor) -> None:
@@ -165,7 +177,7 @@ def self_attention(name: str, q: Tensor, k: Tensor) -> None:
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"{name} is self-attention: q has {q.shape[1]} tokens but k has {k.shape[1]}; "
-            "use attend() without a route for cross-attention"
+            f"use attend() without a route for cross-attention{layout_hint(_swapped(q, k))}"
         )
     if q.shape[1] == 0:
         raise ValueError(f"{name}: empty sequence, q has shape {tuple(q.shape)} with 0 tokens")

@@ -162,9 +162,11 @@ def check_route(route: object, problem: Problem) -> BlockRoute:
     if not isinstance(route, BlockRoute):
         raise TypeError(f"route: expected a BlockRoute, got {type(route).__name__}")
     if route.seqlens != problem.seqlens:
+        heads = problem.q.shape[2], problem.k.shape[2]
+        hint = checks.layout_hint(route.seqlens == heads)
         raise ValueError(
             f"route: made for (Tq, Tk) = {route.seqlens}, but q and k have {problem.seqlens} "
-            "tokens; route these tensors anew"
+            f"tokens; route these tensors anew{hint}"
         )
     if route.shape[:2] != problem.heads_shape:
         raise ValueError(

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from blockattn import checks
 from blockattn.errors import Reason
 from blockattn.problem import Problem, Result
 from blockattn.route import BlockRoute
@@ -58,6 +59,9 @@ class AttentionTrace:
             lines.append(f"emulated: {', '.join(self.emulated)}")
         if self.loaded:
             lines.append(self.loaded)
+        heads, (queries, keys) = self.lse.shape[1], self.reachable.seqlens
+        if 1 < queries < heads > keys:
+            lines.append(f"q has {queries} tokens, {heads:,} heads{checks.layout_hint(True)}")
         return "\n".join([*lines, *(f"not {reason}" for reason in self.reasons)])
 
 

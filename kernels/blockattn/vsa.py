@@ -261,6 +261,7 @@ def checked_layout(q: Tensor, k: Tensor, grid: TokenGrid | Sequence[int]) -> Cub
         raise ValueError(
             f"grid={tokens.shape}: has {tokens.tokens} tokens, but q has {q.shape[1]}; "
             "give the latent frames, rows and columns after patching"
+            + checks.layout_hint(tokens.tokens == q.shape[2])
         )
     return cube_layout(tokens, q.device)
 

@@ -25,7 +25,7 @@ LADDER = [-n / 4 for n in range(64, -1, -1)]  # log2(lambda), for the curves: on
 REAL = [-n / 2 for n in range(24, 0, -1)] if GPU else [-12, -10, -8, -6, -4, -3, -2, -1, -0.5]
 MAPS = [-8, -2, -0.5]  # log2(lambda) of the skip maps
 TAU = 1.0  # of Sol-Attn, to compare with
-HEAD = 1
+HEAD = None  # in the order of the capture; None is the last
 QUERY_TILE = 3
 STEPS = 20
 CUTOFF = 0.86  # denoising time: dense at or above it
@@ -45,7 +45,7 @@ from workbench.widgets import Compare, ThresholdTuner
 
 capture = open_capture(CAPTURE)
 LADDER, REAL = parameters.rising("LADDER", LADDER), parameters.rising("REAL", REAL)
-checks.integer("HEAD", HEAD, maximum=capture.heads - 1)
+HEAD = parameters.head("HEAD", HEAD, capture.head_indices)
 checks.integer("QUERY_TILE", QUERY_TILE, maximum=num_blocks(capture.grid.tokens, 128) - 1)
 capture
 

@@ -23,7 +23,7 @@ DEVICE = "cuda" if GPU else "cpu"
 if not GPU:
     torch.set_num_threads(1)  # tensors are small: on a busy machine a second thread costs time
 CAPTURE = None  # path of a capture file; None is the bundled one
-TOKEN, HEAD = 700, 1  # whose key is shown
+TOKEN, HEAD = 700, None  # whose key is shown; None is the last head
 CHANNELS = 64
 QK_DTYPES = ["bf16", "mxfp8", "nvfp4"]
 TAU = 1.0  # of Sol-Attn
@@ -32,7 +32,7 @@ THRESHOLD = 0.25  # lambda of SkipSoftmax
 # %%
 from blockattn import checks, quantised_attention, sol_route
 from blockattn.quant_formats import quantise_mxfp8, quantise_nvfp4
-from workbench import views
+from workbench import parameters, views
 from workbench.capture import open_capture
 from workbench.mechanisms.combinations import combination_errors
 from workbench.mechanisms.formats import (
@@ -44,7 +44,7 @@ from workbench.mechanisms.formats import (
 )
 
 capture = open_capture(CAPTURE)
-checks.integer("HEAD", HEAD, maximum=capture.heads - 1)
+HEAD = parameters.head("HEAD", HEAD, capture.head_indices)
 checks.integer("TOKEN", TOKEN, maximum=capture.grid.tokens - 1)
 capture
 

@@ -16,9 +16,18 @@ bench = typer.Typer(help="Measure what the project claims about speed.", no_args
 @bench.command()
 def cpu(
     rows: Annotated[str, typer.Option(help="Rows of the table of targets.")] = "10,11,12,15",
-    grid: Annotated[str, typer.Option(help="Tokens along t,h,w.")] = "8,32,32",
-    repeats: Annotated[int, typer.Option(help="Interleaved repeats behind each median.")] = 9,
+    grid: Annotated[
+        str | None,
+        typer.Option(help="Tokens along t,h,w. [default: 8,32,32; 8,16,16 with --quick]"),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(help="Interleaved repeats behind each median. [default: 9; 3 with --quick]"),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the report here.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, a few repeats; targets need more.")
+    ] = False,
 ) -> None:
     """Measure the rows of the table of targets that a CPU can show; checks the results first."""
     from workbench.bench import cpu as bench_
@@ -28,12 +37,14 @@ def cpu(
         files.check_place(json)  # before minutes of measuring
     found = bench_.bench_cpu(
         integers("--rows", rows),
-        grid=three_sizes("--grid", grid),
-        repeats=repeats,
+        grid=three_sizes("--grid", ("8,16,16" if quick else "8,32,32") if grid is None else grid),
+        repeats=(3 if quick else 9) if repeats is None else repeats,
         say=lambda text: typer.echo(text, err=True),
     )
     made = bench_.report(found, sys.argv)
     bench_.show(found, made)
+    if quick:
+        typer.echo("quick: targets are stated for the sizes without --quick")
     if json is not None:
         files.save(made, json)
 

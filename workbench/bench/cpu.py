@@ -148,7 +148,7 @@ def speed_of_sol(grid: TokenGrid, repeats: int) -> list[Row]:
 
 
 def cost_of_curves(grid: TokenGrid, repeats: int) -> list[Row]:
-    """Row 11: a curve of 200 points from one pass, over a dense pass of the same implementation."""
+    """Row 11: a curve of 200 points from one pass, over a dense pass of eager, torch SDPA."""
     q, k, v = _smooth(grid)
     taus = torch.linspace(0.0, 3.0, POINTS).tolist()
     thresholds = torch.logspace(-4, 0, POINTS).clamp(max=1.0).tolist()
@@ -165,7 +165,7 @@ def cost_of_curves(grid: TokenGrid, repeats: int) -> list[Row]:
     return [
         Row(
             11,
-            f"curve over all {name}, share of a dense pass",
+            f"curve over all {name}, share of a dense pass (torch SDPA)",
             ratio(samples, name, "dense"),
             *targets[name],
             "x",

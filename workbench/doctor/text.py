@@ -59,6 +59,7 @@ def _implementations(report: Report) -> Table:
     table = _table("Implementations of attention", "name", "runs here")
     for status in report.implementations:
         table.add_row(status.name, "yes" if status.why_not is None else f"no: {status.why_not}")
+    table.caption, table.caption_justify = "dense calls of eager are torch SDPA", "left"
     return table
 
 

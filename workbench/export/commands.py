@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workbench.config import VisualGenConfig, dump_config, load_config
-from workbench.config.checkpoint import read_calibration
 from workbench.export.deployment import Deployment
 from workbench.export.files import calibration_file, errors_of
 from workbench.export.outcome import NotExpressible
@@ -70,12 +69,11 @@ def deployment(
     Raises:
         ValueError: text that is no number, or a file without a calibration.
     """
-    config = None if calibration is None else calibration_file(calibration)
     return Deployment(
         times=None if times is None else tuple(_time(text) for text in times.split(",")),
         keys=keys,
         layers=layers,
-        calibration=None if config is None else read_calibration(checkpoint_config=config),
+        calibration=None if calibration is None else calibration_file(calibration)[1],
     )
 
 

@@ -15,8 +15,11 @@ from workbench.config.fields import is_finite
 from workbench.export.outcome import NotExpressible
 
 
-def read_json(text: str, target: str) -> dict[str, Any]:
+def read_json(text: str, target: str, fix: str = "") -> dict[str, Any]:
     """A JSON object whose keys are given once and whose numbers are finite.
+
+    Args:
+        fix: what to give where the text is no JSON; what the target's export writes by default.
 
     Raises:
         ValueError: anything else, with the place where a parser stops.
@@ -34,7 +37,11 @@ def read_json(text: str, target: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{target}: not JSON: {error}") from error
+        fix = fix or (
+            f"give one JSON object, as workbench export CONFIG.yaml --to {target} writes it; "
+            "a configuration in YAML is what that command reads"
+        )
+        raise ValueError(f"{target}: not JSON ({error}); {fix}") from error
     except RecursionError as error:
         raise ValueError(f"{target}: is nested too deeply to be one of its files") from error
     return mapping(data, target, "the file")

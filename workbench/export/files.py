@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from workbench.config.checkpoint import read_calibration
+from workbench.config.checkpoint import SkipCalibration, read_calibration
 from workbench.export.documents import read_json
 
 
@@ -23,8 +23,8 @@ def errors_of(path: Path) -> Iterator[None]:
         raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
-def calibration_file(path: Path) -> dict[str, Any]:
-    """The config.json of ``--calibration``, which has a SkipSoftmax group.
+def calibration_file(path: Path) -> tuple[dict[str, Any], SkipCalibration]:
+    """The config.json of ``--calibration``, and the SkipSoftmax group that it has.
 
     Raises:
         FileNotFoundError: no such file. ValueError: not JSON, or no calibration in it.
@@ -33,7 +33,8 @@ def calibration_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"--calibration {path}: no such file; {hint}")
     with errors_of(path):
-        data = read_json(path.read_text(encoding="utf-8"), "calibration")
-        if read_calibration(checkpoint_config=data) is None:
+        data = read_json(path.read_text(encoding="utf-8"), "calibration", hint)
+        found = read_calibration(checkpoint_config=data)
+        if found is None:
             raise ValueError(f"no SkipSoftmax group; {hint}")
-    return data
+    return data, found

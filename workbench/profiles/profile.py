@@ -129,7 +129,7 @@ def recognise(text: str) -> str:
     """
     if not text.lstrip().startswith("{"):
         return tensorrt_llm.NAME if "attention_config" in text else _tau_profile_or_refuse(text)
-    data = read_json(text, "the file")
+    data = read_json(text, "the file", "give one that workbench export wrote")
     for name, keys in MARKS.items():
         if any(key in data for key in keys):
             return name

@@ -65,7 +65,7 @@ def apply_files(
     texts = choice.prompts(prompts)
     check_videos(texts, seeds)
     inputs = _inputs(files, calibration, choice)  # before a model takes minutes to load
-    group = None if calibration is None else calibration_file(calibration)
+    group = None if calibration is None else calibration_file(calibration)[0]
     model = choice.open()
     model.check(texts, seeds)
     profiles = read_profiles(model, files, format=format, calibration=group)

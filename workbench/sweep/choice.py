@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -13,7 +14,13 @@ from workbench.config import dump_config
 from workbench.pareto import Gate, Point, choose
 from workbench.run_folder import write_new
 from workbench.sweep.front import COSTS, configuration, front_table, points
-from workbench.sweep.table import SweepTable, load
+from workbench.sweep.store import Store
+from workbench.sweep.table import SweepTable
+
+ON_CPUS = (
+    "all ran on CPUs, whose times say little about a GPU, so the cost is density; "
+    "--cost attention or --cost video compares times"
+)
 
 
 def show_front(
@@ -21,17 +28,24 @@ def show_front(
     gates: Sequence[Gate],
     *,
     metric: str = "psnr",
-    cost: str = "attention",
+    cost: str | None = None,
     figure: Path | None = None,
     config: Path | None = None,
 ) -> None:
     """Prints every setting with its verdict; draws them and writes the chosen one if asked.
 
+    Without a cost it takes attention time, or density where every case ran on a CPU, and says so.
+
     Raises:
         FileNotFoundError: no such database. FileExistsError: the configuration exists.
         ValueError: an unknown metric or cost, no results, or no setting passes to be written.
     """
-    table = load(database)
+    with Store.open(database) as store:
+        table, environments = store.table(), store.environments()
+    if cost is None:
+        cost = "density" if _on_cpus(table, environments) else "attention"
+        if cost == "density":
+            sys.stderr.write(f"note: {ON_CPUS}\n")
     found = points(table, metric, gates, cost=cost)
     if not found:
         raise ValueError(f"database={str(database)!r}: no case has {metric} yet")
@@ -43,6 +57,17 @@ def show_front(
         text = config_text(table, best, gates, metric, cost)
         write_new(config, text)
         sys.stdout.write(f"{config}: {best.name}\n")
+
+
+def _on_cpus(table: SweepTable, environments: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether there are results, and each says that it ran on a CPU."""
+    kinds = {
+        "cpu"
+        if case.sampling.get("device") == "cpu"
+        else environments.get(case.provenance or "", {}).get("device", {}).get("kind")
+        for case in table.done
+    }
+    return kinds == {"cpu"}
 
 
 def draw(found: Sequence[Point], metric: str, gates: Sequence[Gate], cost: str) -> Figure:

@@ -144,8 +144,12 @@ def front(
         str, typer.Option(help="Of the points: psnr, ssim, lpips or relative_l2.")
     ] = "psnr",
     cost: Annotated[
-        str, typer.Option(help="attention or video time, measured beside dense; or density.")
-    ] = "attention",
+        str | None,
+        typer.Option(
+            help="attention or video time, measured beside dense; or density. "
+            "[default: attention; density where all ran on CPUs]"
+        ),
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw the points here.")] = None,
     choose: Annotated[
         Path | None, typer.Option(help="Write the cheapest setting that passes here (.yaml).")

@@ -86,4 +86,5 @@ def order(
     from workbench.tune.settings import parse_values
 
     names = [name.strip() for name in orders.split(",")]
-    show_orders(capture, parse_values("--taus", taus), names, device=device, impl=impl, out=out)
+    values = sorted(set(parse_values("--taus", taus)))  # in any order, as of tune
+    show_orders(capture, values, names, device=device, impl=impl, out=out)

@@ -206,7 +206,7 @@ def heat(quantity: Callable[[Row], float], label: str) -> Callable[[TuneResult],
             limits=limits,
             row_label="layer, step",
             column_label="head",
-            title=f"every head at {result.method.knob} = {result.choice.value:.4g}",
+            title=f"every head at {result.method.word} = {result.choice.value:.4g}",
         )
         return figure
 
@@ -254,7 +254,7 @@ def _origin(result: TuneResult) -> str:
 def _title(result: TuneResult, row: Row) -> str:
     return (
         f"{_origin(result)}layer {row.layer}, step {row.step}, head {row.head} (largest error), "
-        f"{result.method.knob} {row.value:.4g}"
+        f"{result.method.word} {row.value:.4g}"
     )
 
 

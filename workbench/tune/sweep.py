@@ -77,7 +77,7 @@ class Sweep:
         return [row for entry in self.entries for row in self._measure_entry(entry, value)]
 
     def _measure_entry(self, entry: Entry, value: float) -> list[Row]:
-        self.tick(f"{self.method.knob} {value:.4g}, layer {entry[0]} step {entry[1]}")
+        self.tick(f"{self.method.word} {value:.4g}, layer {entry[0]} step {entry[1]}")
         data = self.load(entry)
         inputs = (data.q, data.k, data.v, value, self.settings.impl, data.query_blocks)
         probe = self.method.probe(*inputs)

@@ -102,7 +102,7 @@ class SkipPanel(FourPlots):
             highlight=state.head,
             xlabel="log2(lambda)",
             ylabel="density (computed / valid tiles)",
-            title="Density against threshold",
+            title="Density against lambda",
         )
         views.draw_histogram(
             self._histogram,
