@@ -134,7 +134,7 @@ def _fetch_entries(
 def _next_item(call: Any, lane: Int32) -> Int32:
     """The next item that nobody has taken, in lane 0: lists differ in length.
 
-    A program takes one more than it does after its first, the last of all programs takes number
+    A program asks once for each of its items and once more, so that the last number of a launch is
     ``items`` + programs - 1.
     """
     item = Int32(0)
