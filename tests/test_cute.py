@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from blockattn import BlockRoute, BlockSummary, UnsupportedError, attend
 from blockattn.impl import cute, registry
@@ -324,6 +325,15 @@ def test_only_launches_of_the_default_stream_share_a_counter(launched, monkeypat
     assert first is second
     assert len({id(x) for x in (first, *others)}) == 3
     assert all(x.tolist() == [0] for x in (first, *others))
+
+
+def test_the_shared_counter_is_a_plain_tensor_whatever_mode_the_first_call_runs_under():
+    launch._zero_of_device.cache_clear()
+    with FakeTensorMode(), torch.inference_mode():
+        counter = launch._zero_of_device(torch.device("cpu"))
+    assert type(counter) is torch.Tensor
+    assert not counter.is_inference()
+    assert counter.tolist() == [0]
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 70), (70, 0)])

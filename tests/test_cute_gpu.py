@@ -246,8 +246,8 @@ def test_a_scale_on_the_device_may_change_between_replays():
         assert torch.equal(out, attend(q, k, v, scale=value, impl="cute"))
 
 
-@pytest.mark.parametrize("heads", [1, 16, 24])
-def test_lists_of_any_length_are_each_taken_once(heads):
+@pytest.mark.parametrize("heads", [2, 16, 24])
+def test_lists_of_any_length_are_all_taken(heads):
     """Some are empty, some hold nearly every block; programs take one after the other."""
     tokens, blocks = 2560, 40
     q, k, v = draw(tokens, heads=heads, key_heads=heads, dim=128)
@@ -265,14 +265,19 @@ def test_lists_of_any_length_are_each_taken_once(heads):
 
 
 @pytest.mark.parametrize("tokens", [60, 1500, 9000])
-@pytest.mark.parametrize("routed", [True, False])
-def test_a_launch_leaves_the_counter_of_its_stream_zero(tokens, routed):
+@pytest.mark.parametrize("kind", ["dense", "causal", "route", "skip"])
+def test_a_launch_leaves_the_counter_of_its_stream_zero(tokens, kind):
     q, k, v = draw(tokens, heads=3, key_heads=3, dim=128)
-    problem = make_problem(q, k, v, route=random_route(q, k, 0.2) if routed else None)
-    lists = launch.route_lists(problem) if routed else None
+    route = random_route(q, k, 0.2) if kind == "route" else None
+    threshold = 0.01 if kind == "skip" else None
+    problem = make_problem(
+        q, k, v, route=route, causal=kind == "causal", skip_threshold=threshold, skip_tile=(64, 64)
+    )
+    lists = None if route is None else launch.route_lists(problem)
     first = launch.run(problem, lists).out
     for _ in range(3):
         assert torch.equal(launch.run(problem, lists).out, first)
+    assert launch._zero(q.device) is launch._zero(q.device)
     assert launch._zero(q.device).item() == 0
 
 

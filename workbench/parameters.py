@@ -107,9 +107,9 @@ def head(name: str, value: int | None, kept: Sequence[int]) -> int:
     """
     found = checks.integer(name, len(kept) - 1 if value is None else value)
     if found >= len(kept):
-        numbers = ", ".join(map(str, kept))
+        numbers = f"head{'' if len(kept) == 1 else 's'} {', '.join(map(str, kept))}"
         raise ValueError(
-            f"{name}={found}: the capture holds heads {numbers} of the model, here counted from 0 "
+            f"{name}={found}: the capture holds {numbers} of the model, here counted from 0 "
             f"to {len(kept) - 1}; give one of these, or None for the last"
         )
     return found

@@ -146,8 +146,11 @@ def layout_hint(likely: bool) -> str:
 
 
 def _swapped(q: Tensor, k: Tensor) -> bool:
-    """Whether both have more heads than tokens, and would fit with these axes swapped."""
-    many = all(x.shape[2] > x.shape[1] > 0 for x in (q, k))
+    """Whether both have more heads than tokens, and would fit with these axes swapped.
+
+    Heads of k may be one; one query is a step of decoding.
+    """
+    many = q.shape[2] > q.shape[1] > 1 and k.shape[2] > k.shape[1] > 0
     return many and q.shape[1] % k.shape[1] == 0
 
 

@@ -4,8 +4,9 @@ A step multiplies the scores of the next entry and the values of the entry befor
 softmax of its own entry, and ends when all of it is there: ptxas serialises products that are in
 flight at a loop's back edge. Two sets of scores and of probabilities change roles from step to
 step. An instruction of a product whose first operand lies in registers holds its warp until the
-matrix unit takes it, so that scores start behind every branch of a step: ptxas spreads their
-instructions among the exponentials. Whether the next keys have come is asked one step ahead.
+matrix unit takes it. Scores therefore start behind the mask, in one block with the exponentials,
+among which ptxas spreads them; with a vote, whose exponentials lie behind a branch, before the mask
+(but for the first step). Whether the next keys have come is asked one step ahead.
 With a vote the values of a dropped entry are not multiplied.
 """
 

@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from blockattn.impl.cute import ARCH, cache
 from blockattn.impl.cute.lists import shared_lists
@@ -81,7 +82,8 @@ def _lists_and_counter(
     if problem.route is not None and lists is None:
         counter = torch.empty(1, dtype=torch.int32, device=problem.q.device)
         return *route_lists(problem, counter), counter
-    return *(lists or (None, None)), _zero(problem.q.device)
+    index, count = lists or (None, None)
+    return index, count, _zero(problem.q.device)
 
 
 def _zero(device: torch.device) -> Tensor:
@@ -93,12 +95,14 @@ def _zero(device: torch.device) -> Tensor:
     """
     if torch.cuda.current_stream(device).cuda_stream != 0:
         return torch.zeros(1, dtype=torch.int32, device=device)
-    return _zero_of_device(torch.device(device.type, device.index))
+    return _zero_of_device(device)
 
 
 @functools.cache
 def _zero_of_device(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    """A plain tensor, whatever mode the first call runs under: later ones run under none."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def processors(device: torch.device) -> int:

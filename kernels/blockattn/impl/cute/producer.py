@@ -7,9 +7,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import T, dsl_user_op
 
-from blockattn.impl.cute import softmax
 from blockattn.impl.cute.items import entry_counts, entry_kind, item_place, tail_tiles
 from blockattn.impl.cute.shapes import KINDS, ROWS, SLOTS, WARP, WARPS, WORDS, Shapes
 
@@ -141,8 +142,18 @@ def _next_item(call: Any, lane: Int32) -> Int32:
     if lane == 0:
         programs = cute.arch.grid_dim()[0]
         last = call.items + programs - 1
-        item = programs + softmax.ticket(call.counter.iterator, last)
+        item = programs + _ticket(call.counter.iterator, last)
     return item
+
+
+@dsl_user_op
+def _ticket(counter: Any, last: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The next of the numbers 0 to ``last``; who takes the last one leaves the counter zero."""
+    values = [counter.toint().ir_value(loc=loc, ip=ip), Int32(last).ir_value(loc=loc, ip=ip)]
+    text, kind = "atom.global.inc.u32 $0, [$1], $2;", llvm.AsmDialect.AD_ATT
+    return Int32(
+        llvm.inline_asm(T.i32(), values, text, "=r,l,r", has_side_effects=True, asm_dialect=kind)
+    )
 
 
 @cute.jit

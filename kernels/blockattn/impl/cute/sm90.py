@@ -103,7 +103,7 @@ class Attention:
             dropped: int8 ``[B, H, Mq, Mk]`` of zeros; dropped tiles become 1.
             scale, scale_output: numbers or float32 tensors ``[1]``.
             limit: log2 of the skip threshold.
-            counter: int32 ``[1]``, zero: items that programs took after their first.
+            counter: int32 ``[1]``, zero, and zero again afterwards: numbers that programs took.
         """
         shapes = self.shapes
         q, k, v, out = (_tokens_first(x) for x in (q, k, v, out))

@@ -363,14 +363,6 @@ def any_of_group(x: Boolean, barrier: Int32, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
-def ticket(counter: Any, last: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The next of the numbers 0 to ``last``; who takes the last one leaves the counter zero."""
-    text = "atom.global.inc.u32 $0, [$1], $2;"
-    values = [counter.toint().ir_value(loc=loc, ip=ip), Int32(last).ir_value(loc=loc, ip=ip)]
-    return Int32(_in_place(T.i32(), text, "=r,l,r", *values))
-
-
-@dsl_user_op
 def _pair(high: Float32, low: Float32, dtype: str, *, loc: Any = None, ip: Any = None) -> Int32:
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
     return Int32(_in_place(T.i32(), f"cvt.rn.{PAIRS[dtype]}.f32 $0, $1, $2;", "=r,f,f", *values))

@@ -4,7 +4,8 @@ Where a group decides alone, on tiles of 64 x 64, a barrier of the group brings 
 two decide together, on tiles of 128 x 128, each warp leaves a note whether its rows object and
 arrives; the notes are read later (``together``), when most are there. Whether one of a row's
 threads objects is all that counts, so that on the full range nobody waits for the largest score of
-the whole row; the running maximum needs it, of kept tiles. After a NaN it goes on with the numbers.
+the whole row; the running maximum needs it, of kept tiles. After a NaN it goes on with the numbers:
+a later tile, which the definition keeps for all of its rows, may be dropped by the others.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ The accumulator is multiplied only by a warp in which a maximum rises, and the m
 taken over integers: that leaves out a quarter of the instructions of a tile that is kept.
 The ragged last tile comes behind the loop, where scores of missing keys are set to -inf.
 A row with NaN objects. Its maximum then goes on with the numbers, so that later tiles, which the
-definition keeps, may be dropped; the row is NaN in any case.
+definition keeps for all of their rows, may be dropped by the others. A row with nothing but -inf
+does not object, as the scale is positive.
 """
 
 # Gluon's types are those of the host, where a constant of the kernel is what stands in it.
