@@ -98,7 +98,7 @@ def _zero(device: torch.device) -> Tensor:
     return _zero_of_device(device)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)  # devices
 def _zero_of_device(device: torch.device) -> Tensor:
     """A plain tensor, whatever mode the first call runs under: later ones run under none."""
     with _disable_current_modes(), torch.inference_mode(False):
